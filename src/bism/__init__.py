@@ -1,0 +1,43 @@
+"""Learn energy-based models with latent variables, p(v, h) ∝ exp(−E(v, h)), from data v alone."""
+
+from importlib.metadata import version as _version
+
+from .baselines import (
+    NCE as NCE,
+    VNCE as VNCE,
+    ContrastiveDivergence as ContrastiveDivergence,
+    MaximumLikelihood as MaximumLikelihood,
+    ScoreMatching as ScoreMatching,
+)
+from .bilevel import BiSM as BiSM
+from .divergence import KL as KL, Divergence as Divergence, Fisher as Fisher
+from .energy import EBLVM as EBLVM, EBM as EBM, fisher as fisher, score as score, surrogate_score as surrogate_score
+from .likelihood import Grid as Grid, log_likelihood as log_likelihood, log_partition as log_partition
+from .method import Method as Method, State as State, adam as adam
+from .models import GaussianRBM as GaussianRBM, MLPEnergy as MLPEnergy, MLPFreeEnergy as MLPFreeEnergy
+from .objective import DSM as DSM, MDSM as MDSM, SM as SM, SSM as SSM, Objective as Objective
+from .posterior import (
+    BernoulliPosterior as BernoulliPosterior,
+    Distribution as Distribution,
+    GaussianPosterior as GaussianPosterior,
+    Posterior as Posterior,
+)
+from .response import (
+    ConjugateGradient as ConjugateGradient,
+    FirstOrder as FirstOrder,
+    Neumann as Neumann,
+    Response as Response,
+    Unroll as Unroll,
+)
+from .sampling import (
+    AnnealedLangevin as AnnealedLangevin,
+    Gibbs as Gibbs,
+    Kernel as Kernel,
+    Langevin as Langevin,
+    chain as chain,
+    denoise as denoise,
+    sample as sample,
+)
+from .training import Diverged as Diverged, Run as Run, fit as fit
+
+__version__ = _version("bism")

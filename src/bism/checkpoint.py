@@ -1,0 +1,89 @@
+"""Save and resume: all arrays of a run's state, whole or not at all."""
+
+import logging
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+
+class Checkpoints:
+    """The last `keep` states of a run, by iteration."""
+
+    def __init__(self, folder: Path, keep: int = 3):
+        import orbax.checkpoint as ocp
+
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        self._ocp = ocp
+        self.folder = Path(folder).absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        except OSError as error:
+            raise OSError(f"{self.folder}: cannot keep checkpoints here: {error}") from error
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: PyTree) -> None:
+        leaves = [np.asarray(x) for x in jax.tree.leaves(_data(state))]
+        if step in self.steps:
+            self._manager.delete(step)
+        self._manager.save(step, args=self._ocp.args.StandardSave({"leaves": leaves}))
+
+    def restore(self, like: PyTree, step: int | None = None) -> tuple[int, Any]:
+        """The newest state that can be read (or that of `step`), in the structure of `like`."""
+        for step in [step] if step is not None else reversed(self.steps):
+            try:
+                found = self._manager.restore(step, args=self._ocp.args.StandardRestore())["leaves"]
+            except Exception as error:  # Orbax raises many kinds; whichever it was, an older checkpoint may be whole.
+                warnings.warn(f"{self.folder}/{step} cannot be read and is passed over: {error}", stacklevel=2)
+                continue
+            return step, _fill(like, found, f"{self.folder}/{step}")
+        raise FileNotFoundError(f"{self.folder} holds no checkpoint that can be read.")
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _data(tree):
+    keyed = lambda x: eqx.is_array(x) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if keyed(x) else x, eqx.filter(tree, eqx.is_array))
+
+
+def _fill(like, leaves, where):
+    arrays, static = eqx.partition(like, eqx.is_array)
+    expected, structure = jax.tree.flatten(arrays)
+    data = jax.tree.leaves(_data(arrays))
+    shapes = [(x.shape, np.shape(y)) for x, y in zip(data, leaves, strict=False) if x.shape != np.shape(y)]
+    if len(data) != len(leaves) or shapes:
+        detail = f"{shapes[0][1]} where {shapes[0][0]} is wanted" if shapes else f"{len(leaves)} arrays, not {len(data)}"
+        raise ValueError(f"{where} is of another model or method: it has {detail}.")
+
+    def same_kind(x, y):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(y, impl=jax.random.key_impl(x))
+        return jax.numpy.asarray(y, x.dtype)
+
+    return eqx.combine(jax.tree.unflatten(structure, [same_kind(*pair) for pair in zip(expected, leaves, strict=True)]), static)
+
+
+def require_space(folder: Path, state: PyTree, copies: int) -> None:
+    """Refuse to start a run whose checkpoints would not fit on the disk."""
+    size = sum(x.nbytes for x in jax.tree.leaves(_data(state))) * copies
+    free = shutil.disk_usage(_existing(Path(folder).absolute())).free
+    if size > free:
+        raise OSError(
+            f"{folder}: {copies} checkpoints need {size / 1e6:.0f} MB and {free / 1e6:.0f} MB are free. "
+            "Free some space, choose another folder or keep fewer checkpoints."
+        )
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)

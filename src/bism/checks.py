@@ -1,0 +1,56 @@
+"""What must hold before a run starts: asked of shapes alone, so that a mistake costs no training time."""
+
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+if TYPE_CHECKING:
+    from .energy import EBLVM, EBM
+    from .posterior import Posterior
+
+
+def check_latent_model(model: "EBLVM", posterior: "Posterior", v: jax.Array) -> None:
+    """Refuse a posterior that cannot read v, or an energy that is not one number of (v, h)."""
+    q = _shape_of(posterior, "The posterior", v)
+    h = eqx.filter_eval_shape(lambda q: q.mean, q)
+    _check_scalar(_shape_of(model.energy, f"{type(model).__name__}.energy", v, h), f"{type(model).__name__}.energy(v, h)")
+
+
+def check_visible_model(model: "EBM", v: jax.Array) -> None:
+    name = f"{type(model).__name__}.free_energy"
+    _check_scalar(_shape_of(model.free_energy, name, v), f"{name}(v)")
+
+
+def check_differentiable(optimizer: optax.GradientTransformation) -> None:
+    """Refuse an optimiser whose step has a NaN slope at a zero gradient, as Adam's square root does."""
+
+    def step(gradient):
+        return optimizer.update(gradient, optimizer.init(gradient), gradient)[0]
+
+    if not np.isfinite(jax.grad(step)(jnp.zeros(()))):
+        raise ValueError(
+            "Unroll differentiates the lower level's optimiser, and this one's derivative is NaN at a zero gradient. "
+            "Use bism.adam(...), or give optax's eps_root > 0."
+        )
+
+
+def _shape_of(fn, name, *args):
+    try:
+        return eqx.filter_eval_shape(fn, *args)
+    except (TypeError, ValueError) as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in args)
+        raise ValueError(f"{name} does not take arguments of shape {shapes}: {_first_line(error)}") from error
+
+
+def _check_scalar(out, name):
+    if getattr(out, "shape", None) != () or not jnp.issubdtype(out.dtype, jnp.floating):
+        found = f"shape {tuple(out.shape)} and type {out.dtype}" if hasattr(out, "shape") else type(out).__name__
+        raise ValueError(f"{name} must return one floating-point number; it returns {found}. Sum over the dimensions?")
+
+
+def _first_line(error):
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

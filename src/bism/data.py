@@ -1,0 +1,98 @@
+"""Data: arrays, files, and named data sets, checked before anything is trained on them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+
+def as_data(x: Any, name: str = "data", like: Array | None = None) -> Float[Array, "count ..."]:
+    """`x` on the device in the working precision, or an error that says what is wrong with it and what to do."""
+    if isinstance(x, (str, Path)):
+        x = load_file(Path(x))
+    x = np.asarray(x) if not isinstance(x, jnp.ndarray) else x
+    if x.ndim < 2:
+        raise ValueError(f"{name} must have one example a row, shape (count, ...); it has shape {tuple(x.shape)}.")
+    if x.size == 0:
+        raise ValueError(f"{name} is empty: shape {tuple(x.shape)}.")
+    if not np.issubdtype(x.dtype, np.floating):
+        raise TypeError(
+            f"{name} is of type {x.dtype}; score matching needs real numbers. Convert it, as in "
+            f"{name}.astype('float32'), and scale pixels with / 255."
+        )
+    bad = ~np.isfinite(np.asarray(x)).reshape(len(x), -1)
+    if bad.any():
+        row = int(np.argmax(bad.any(1)))
+        raise ValueError(
+            f"{name} has {int(bad.sum())} NaN or infinite values, the first in row {row}. Drop those rows or impute them."
+        )
+    if like is not None and x.shape[1:] != like.shape[1:]:
+        raise ValueError(f"{name} has examples of shape {tuple(x.shape[1:])} and the data of {tuple(like.shape[1:])}.")
+    return jnp.asarray(x, jnp.result_type(float))
+
+
+def load_file(path: Path) -> np.ndarray:
+    """An array from .npy, from .npz (the only array, or `x_train`, `images`, `data`, `x`), or from .csv or .txt."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file. Name a .npy, .npz or .csv, or one of: {', '.join(sorted(NAMED))}.")
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False)
+        if path.suffix == ".npz":
+            arrays = dict(np.load(path, allow_pickle=False))
+            names = [n for n in ("x_train", "images", "data", "X", "x") if n in arrays] or list(arrays)
+            if len(arrays) > 1 and names == list(arrays):
+                raise ValueError(f"it has several arrays ({', '.join(arrays)}) and none is called x_train or data")
+            return arrays[names[0]]
+        if path.suffix in (".csv", ".txt"):
+            delimiter = "," if path.suffix == ".csv" else None
+            rows = np.genfromtxt(path, delimiter=delimiter, dtype=np.float32)
+            header = rows.ndim == 2 and np.isnan(rows[0]).all()
+            return rows[1:] if header else rows
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read as an array: {error}") from error
+    raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; use .npy, .npz or .csv.")
+
+
+def checkerboard(count: int, seed: int = 0) -> np.ndarray:
+    """Uniform on [0, ½]² ∪ [½, 1]²: density 2 there, so that no model's mean log-likelihood exceeds log 2."""
+    rng = np.random.default_rng(seed)
+    return (rng.uniform(0, 0.5, (count, 2)) + 0.5 * rng.integers(0, 2, (count, 1))).astype(np.float32)
+
+
+def moons(count: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    angle, upper = rng.uniform(0, np.pi, count), rng.integers(0, 2, count)
+    x = np.where(upper, np.cos(angle), 1 - np.cos(angle)) - 0.5
+    y = np.where(upper, np.sin(angle), 0.5 - np.sin(angle)) - 0.25
+    return (1.5 * np.stack([x, y], 1) + rng.normal(0, 0.1, (count, 2))).astype(np.float32)
+
+
+def rings(count: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    radius, angle = 0.75 * rng.integers(1, 4, count), rng.uniform(0, 2 * np.pi, count)
+    points = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], 1)
+    return (points + rng.normal(0, 0.06, (count, 2))).astype(np.float32)
+
+
+def eight_gaussians(count: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    angle = 2 * np.pi * rng.integers(0, 8, count) / 8
+    points = 2 * np.stack([np.cos(angle), np.sin(angle)], 1)
+    return (points + rng.normal(0, 0.15, (count, 2))).astype(np.float32)
+
+
+NAMED: dict[str, Callable[..., np.ndarray]] = {
+    "checkerboard": checkerboard,
+    "moons": moons,
+    "rings": rings,
+    "eight-gaussians": eight_gaussians,
+}
+
+
+def load(name: str, count: int = 60_000, seed: int = 0) -> np.ndarray:
+    """A named data set, or the array in a file."""
+    return NAMED[name](count, seed) if name in NAMED else load_file(Path(name))

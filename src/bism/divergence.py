@@ -1,0 +1,42 @@
+"""Divergences D(q(h|v) ‖ p(h|v)) of the lower level, computable from E(v, ·) and q alone."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .energy import EBLVM, Latent, Scalar, Visible
+from .posterior import Distribution
+
+
+class Divergence(eqx.Module):
+    particles: eqx.AbstractVar[int]  # samples of h for each v
+
+    def loss(self, model: EBLVM, v: Visible, q: Distribution, noise: Latent) -> Scalar:
+        """An estimate of D(q ‖ p(·|v)), up to a constant of φ, from the noise of `particles` samples."""
+        energy = model.given(v)
+        return jnp.mean(jax.vmap(lambda one: self.at(energy, q, q.sample(one)))(noise))
+
+    @abstractmethod
+    def at(self, energy: Callable[[Latent], Scalar], q: Distribution, h: Latent) -> Scalar:
+        """The integrand at one sample, given E(v, ·)."""
+
+
+class KL(Divergence):
+    """KL(q‖p) less log p(v) + log Z, which do not depend on φ: E_q[E(v, h) + log q(h|v)]."""  # Eqn (10)
+
+    particles: int = eqx.field(static=True, default=1)
+
+    def at(self, energy, q, h):
+        return energy(h) + q.log_prob(h)
+
+
+class Fisher(Divergence):
+    """½ E_q‖∇ₕ log q(h|v) + ∇ₕE(v, h)‖². Its value is the divergence itself, so that it also measures q."""  # Eqn (11)
+
+    particles: int = eqx.field(static=True, default=1)
+
+    def at(self, energy, q, h):
+        return 0.5 * jnp.sum(jax.grad(lambda h: -energy(h) - q.log_prob(h))(h) ** 2)

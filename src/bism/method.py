@@ -1,0 +1,86 @@
+"""What `fit` knows of a method: `init`, `step` and a validation loss; and the state that all of them carry."""
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from .energy import EBLVM, EBM
+from .posterior import Posterior
+
+Model = EBM | EBLVM
+Batch = Float[Array, "batch ..."]
+Metrics = dict[str, Float[Array, ""]]
+
+
+def adam(learning_rate: optax.ScalarOrSchedule = 1e-3, b1=0.9, b2=0.95, eps=1e-8) -> optax.GradientTransformation:
+    """Adam as the paper ran it, safe to differentiate: `eps_root` keeps the slope of the root finite at a zero gradient."""
+    return optax.adam(learning_rate, b1, b2, eps, eps_root=1e-20)
+
+
+class State(eqx.Module):
+    """All that training changes. `memory` is the method's own: NCE's normaliser, PCD's chains."""
+
+    model: Any
+    posterior: Any
+    opt_state: PyTree
+    lower_opt_state: PyTree = None
+    memory: PyTree = None
+    average: Any = None  # the moving average of the model, where the method keeps one
+
+    @property
+    def best(self) -> Any:
+        """The model to use: the average where there is one."""
+        return self.model if self.average is None else self.average
+
+
+class Method(eqx.Module):
+    """A way of learning. Methods are pure: all that changes is in the state."""
+
+    optimizer: eqx.AbstractVar[optax.GradientTransformation]
+    ema: eqx.AbstractVar[float | None]
+
+    @abstractmethod
+    def init(self, model: Model, posterior: Posterior | None = None, *, batch: Batch, key: PRNGKeyArray) -> State:
+        """The first state. `batch` is one batch of the data, for shapes and for chains that start at the data."""
+
+    @abstractmethod
+    def step(self, state: State, batch: Batch, key: PRNGKeyArray) -> tuple[State, Metrics]: ...
+
+    @abstractmethod
+    def validate(self, state: State, batch: Batch, key: PRNGKeyArray) -> Float[Array, ""]:
+        """The method's own loss on held-out data."""
+
+    def start(self, model: Model, posterior: Posterior | None = None, memory: PyTree = None) -> State:
+        opt_state = self.optimizer.init(parameters((model, memory)))
+        return State(model, posterior, opt_state, memory=memory, average=model if self.ema else None)
+
+    def ascend(self, state: State, gradient: PyTree, memory: PyTree = None) -> State:
+        """θ (and what of `memory` is learned) after one step of the upper optimiser, and its average."""  # Eqn (16)
+        old = (state.model, memory)
+        updates, opt_state = self.optimizer.update(gradient, state.opt_state, parameters(old))
+        model, memory = eqx.apply_updates(old, updates)
+        average = state.average
+        if self.ema:
+            decay = self.ema
+            average = jax.tree.map(
+                lambda a, x: decay * a + (1 - decay) * x if eqx.is_inexact_array(x) else a, average, model
+            )
+        return replace(state, model=model, opt_state=opt_state, memory=memory, average=average)
+
+
+def parameters(tree: PyTree) -> PyTree:
+    return eqx.filter(tree, eqx.is_inexact_array)
+
+
+def require(model: Model, kind: type, method: str) -> None:
+    """Refuse a model that lacks what the method differentiates, and say what it lacks."""
+    if isinstance(model, kind):
+        return
+    lacking = {EBM: "free_energy(v), a tractable marginal", EBLVM: "energy(v, h), latent variables"}[kind]
+    instead = {EBM: "use BiSM, which needs only energy(v, h)", EBLVM: "use ScoreMatching, which needs only free_energy(v)"}
+    raise TypeError(f"{method} needs a model with {lacking}; {type(model).__name__} has none: {instead[kind]}.")

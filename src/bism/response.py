@@ -1,0 +1,159 @@
+"""The lower level's answer φ̂(θ), made so that the upper loss can be differentiated straight through it.
+
+Each response has the value and the derivative of some approximation of φ*(θ) = argmin Ĝ(θ, φ), starting at φ⁰, which is
+a constant with respect to θ. It is the only place that knows how the hypergradient of Eqn (15) is had.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from .hoist import hoist
+
+Phi = PyTree
+
+
+class Lower(Protocol):
+    """The lower problem as a response sees it: Ĝ(θ, φ) under one draw of the noise, and the live optimiser at φ⁰."""
+
+    optimizer: optax.GradientTransformation
+    opt_state: optax.OptState
+    draws: Any  # `Response.draws` of them, along the leading axis
+
+    def __call__(self, theta: PyTree, phi: Phi, draw: Any) -> jax.Array: ...
+
+
+class Response(eqx.Module):
+    @property
+    @abstractmethod
+    def draws(self) -> int:
+        """How many draws of the lower level's noise this response uses."""
+
+    @abstractmethod
+    def __call__(self, theta: PyTree, phi: Phi, lower: Lower) -> Phi: ...
+
+
+class FirstOrder(Response):
+    """φ̂ = φ⁰: no gradient flows through the lower level. Algorithm 1 with N = 0."""
+
+    draws = 0
+
+    def __call__(self, theta, phi, lower):
+        return jax.lax.stop_gradient(phi)
+
+
+class Unroll(Response):
+    """φ̂ = φᴺ(θ), N differentiable steps of the lower level's optimiser from φ⁰."""  # Eqn (14)
+
+    # The paper's text unrolls plain gradient steps; its experiments unroll Adam, continuing the live optimiser's state,
+    # and that is what makes the method work. Pass `optimizer=optax.sgd(alpha)` for the text.
+    steps: int = eqx.field(static=True, default=5)
+    optimizer: optax.GradientTransformation | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        if self.steps < 1:
+            raise ValueError(f"Unroll: steps must be at least 1, got {self.steps}; use FirstOrder() for N = 0.")
+
+    @property
+    def draws(self):
+        return self.steps
+
+    def __call__(self, theta, phi, lower):
+        phi, state = jax.lax.stop_gradient((phi, lower.opt_state))
+        optimizer = self.optimizer or lower.optimizer
+        if self.optimizer is not None:
+            state = optimizer.init(phi)
+        first = jax.tree.map(lambda x: x[0], lower.draws)
+        gradient = hoist(jax.grad(lambda phi, draw: lower(theta, phi, draw)), phi, first)
+
+        def step(carry, draw):
+            phi, state = carry
+            updates, state = optimizer.update(gradient(phi, draw), state, phi)
+            return (optax.apply_updates(phi, updates), state), None
+
+        # Rematerialised, so that of each step only (φ, optimiser state) is kept.
+        unroll = gradient.unroll(self.steps)
+        (phi, _), _ = jax.lax.scan(jax.checkpoint(step), (phi, state), lower.draws, unroll=unroll)
+        return phi
+
+
+class Neumann(Response):
+    """Implicit: the inverse Hessian as the first terms of α Σₖ (I − αH)ᵏ, taken at φ⁰."""
+
+    terms: int = eqx.field(static=True, default=10)
+    alpha: float = eqx.field(static=True, default=0.1)
+    draws = 1
+
+    def __check_init__(self):
+        if self.terms < 1 or not self.alpha > 0:
+            raise ValueError("Neumann: needs terms >= 1 and alpha > 0.")
+
+    def __call__(self, theta, phi, lower):
+        return implicit(theta, jax.lax.stop_gradient(phi), lower, self.solve)
+
+    def solve(self, hvp, b):
+        def term(carry, _):
+            p, total = carry
+            p = jax.tree.map(lambda x, hx: x - self.alpha * hx, p, hvp(p))
+            return (p, jax.tree.map(jnp.add, total, p)), None
+
+        (_, total), _ = jax.lax.scan(term, (b, b), length=self.terms - 1)
+        return jax.tree.map(lambda x: self.alpha * x, total)
+
+
+class ConjugateGradient(Response):
+    """Implicit: (H + damping·I)⁻¹ by conjugate gradients on Hessian-vector products, taken at φ⁰."""
+
+    # A minibatch's lower Hessian is singular as soon as q has more weights a unit than the batch has examples; the
+    # damping then decides what the directions that the batch does not see contribute.
+    iterations: int = eqx.field(static=True, default=20)
+    damping: float = eqx.field(static=True, default=1e-2)
+    tolerance: float = eqx.field(static=True, default=1e-8)
+    draws = 1
+
+    def __check_init__(self):
+        if self.iterations < 1 or self.damping < 0:
+            raise ValueError("ConjugateGradient: needs iterations >= 1 and damping >= 0.")
+
+    def __call__(self, theta, phi, lower):
+        return implicit(theta, jax.lax.stop_gradient(phi), lower, self.solve)
+
+    def solve(self, hvp, b):
+        def damped(x):
+            return jax.tree.map(lambda x, hx: hx + self.damping * x, x, hvp(x))
+
+        x, _ = jax.scipy.sparse.linalg.cg(damped, b, tol=self.tolerance, maxiter=self.iterations)
+        return x
+
+
+Solve = Callable[[Callable[[Phi], Phi], Phi], Phi]
+
+
+@eqx.filter_custom_vjp
+def implicit(theta: PyTree, phi: Phi, lower: Lower, solve: Solve) -> Phi:
+    """φ⁰, with the derivative −H⁻¹ ∂²Ĝ/∂φ∂θ that the implicit function theorem gives φ*(θ) there."""
+    return phi
+
+
+@implicit.def_fwd
+def _(perturbed, theta, phi, lower, solve):
+    return phi, None
+
+
+@implicit.def_bwd
+def _(residuals, cotangent, perturbed, theta, phi, lower, solve):
+    draw = jax.tree.map(lambda x: x[0], lower.draws)
+
+    def gradient(theta, phi):
+        return jax.grad(lambda phi: lower(theta, phi, draw))(phi)
+
+    _, hvp = jax.linearize(lambda phi: gradient(theta, phi), phi)
+    x = solve(hvp, cotangent)
+    _, pull = eqx.filter_vjp(lambda theta: gradient(theta, phi), theta)
+    return jax.tree.map(jnp.negative, pull(x)[0])

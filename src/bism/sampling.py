@@ -1,0 +1,172 @@
+"""Markov chains. Every sampler is a kernel (key, state) ↦ (state, info) of one chain; `chain` runs many of many steps.
+
+A state is whatever the chain moves: v, h, or the pair (v, h). `info` is a dictionary of what is worth watching.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from .energy import EBLVM, EBM
+from .models.grbm import GaussianRBM
+
+Info = dict[str, Array]
+Energy = Callable[[Any], Float[Array, ""]]
+
+
+class Kernel(eqx.Module):
+    @abstractmethod
+    def init(self, position: PyTree) -> PyTree:
+        """The state of a chain that starts at `position`."""
+
+    @abstractmethod
+    def __call__(self, key: PRNGKeyArray, state: PyTree) -> tuple[PyTree, Info]: ...
+
+
+class Gibbs(Kernel):
+    """v → h → v on a model with both conditionals. The info holds the mean of v given h, which makes cleaner pictures."""
+
+    model: GaussianRBM
+
+    def init(self, position):
+        return position
+
+    def __call__(self, key, state):
+        h_key, v_key = jax.random.split(key)
+        h = self.model.sample_h(state, h_key)
+        return self.model.sample_v(h, v_key), {"h": h, "mean_v": self.model.mean_v(h)}
+
+
+class Langevin(Kernel):
+    """x ← x − ½ε²∇E(x) + √T ε ξ. With `adjust` each move is accepted as Metropolis says, which makes it exact."""
+
+    energy: Energy
+    step: float = 0.02
+    temperature: float = 1.0
+    adjust: bool = eqx.field(static=True, default=False)
+
+    def init(self, position):
+        return position
+
+    def __call__(self, key, state):
+        noise_key, accept_key = jax.random.split(key)
+        noise = normal_like(noise_key, state)
+        energy, gradient = jax.value_and_grad(self.energy)(state)
+        proposal = langevin_move(state, gradient, noise, self.step, self.temperature)
+        if not self.adjust:
+            return proposal, {"energy": energy}
+        new_energy, new_gradient = jax.value_and_grad(self.energy)(proposal)
+        # log of π(x')q(x|x') / π(x)q(x'|x); the drift's mean is x − ½ε²∇E, its variance Tε².
+        forward = _squared(proposal, langevin_move(state, gradient, noise, self.step, 0.0))
+        backward = _squared(state, langevin_move(proposal, new_gradient, noise, self.step, 0.0))
+        variance = self.temperature * self.step**2
+        log_ratio = (energy - new_energy) / self.temperature + (forward - backward) / (2 * variance)
+        accept = jnp.log(jax.random.uniform(accept_key)) < log_ratio
+        state = jax.tree.map(lambda new, old: jnp.where(accept, new, old), proposal, state)
+        return state, {"energy": jnp.where(accept, new_energy, energy), "accepted": accept.astype(energy.dtype)}
+
+
+class Annealed(NamedTuple):
+    position: PyTree
+    index: Array  # the next temperature's
+
+
+class AnnealedLangevin(Kernel):
+    """Langevin steps along a schedule of temperatures; past its end the last temperature stays."""
+
+    energy: Energy
+    temperatures: Float[Array, " steps"]
+    step: float = 0.02
+
+    def init(self, position):
+        return Annealed(position, jnp.zeros((), jnp.int32))
+
+    def __call__(self, key, state):
+        temperature = self.temperatures[jnp.minimum(state.index, len(self.temperatures) - 1)]
+        energy, gradient = jax.value_and_grad(self.energy)(state.position)
+        noise = normal_like(key, state.position)
+        position = langevin_move(state.position, gradient, noise, self.step, temperature)
+        return Annealed(position, state.index + 1), {"energy": energy, "temperature": temperature}
+
+
+def paper_temperatures(hot: int = 500, cooling: int = 2000, cold: int = 200) -> Float[Array, " steps"]:
+    """T = 100, then down to 1 geometrically, then to 0 linearly: Li et al.'s schedule, 2,700 steps as the paper ran it."""
+    geometric = 100.0 ** (1 - jnp.arange(cooling) / max(cooling, 1))
+    return jnp.concatenate([jnp.full(hot, 100.0), geometric, jnp.linspace(1.0, 0.0, cold)])
+
+
+def denoise(energy: Energy, x: PyTree, sigma0: float = 0.1) -> PyTree:
+    """x − σ₀²∇E(x), the expected clean point behind x: the last step after annealing."""
+    return jax.tree.map(lambda x, g: x - sigma0**2 * g, x, jax.grad(energy)(x))
+
+
+def langevin_move(x: PyTree, gradient: PyTree, noise: PyTree, step, temperature) -> PyTree:
+    scale = jnp.sqrt(temperature) * step
+    return jax.tree.map(lambda x, g, n: x - 0.5 * step**2 * g + scale * n, x, gradient, noise)
+
+
+def normal_like(key: PRNGKeyArray, tree: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(
+        structure, [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    )
+
+
+def _squared(a, b):
+    return sum(jnp.sum((x - y) ** 2) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@eqx.filter_jit
+def chain(kernel: Kernel, key: PRNGKeyArray, positions: PyTree, steps: int, *, every: int | None = None):
+    """Run one chain from each of `positions` and return the last states, with the last step's info.
+
+    With `every`, the states and infos of each `every`-th step instead, along a new leading axis.
+    """
+
+    def one(carry, key):
+        states, _ = carry
+        states, info = jax.vmap(kernel)(jax.random.split(key, count), states)
+        return (states, info), None
+
+    def stretch(carry, key):
+        carry, _ = jax.lax.scan(one, carry, jax.random.split(key, every or steps))
+        return carry, carry if every else None
+
+    count = jax.tree.leaves(positions)[0].shape[0]
+    states = jax.vmap(kernel.init)(positions)
+    info = jax.eval_shape(jax.vmap(kernel), jax.random.split(key, count), states)[1]
+    start = (states, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info))
+    last, kept = jax.lax.scan(stretch, start, jax.random.split(key, steps // every if every else 1))
+    return kept if every else last
+
+
+def sample(
+    model: EBM | EBLVM, key: PRNGKeyArray, count: int, *, shape=None, h_shape=None, steps: int = 1000, step: float = 0.1
+) -> Float[Array, "count ..."]:
+    """`count` samples of v: block Gibbs for a Gaussian RBM, else adjusted Langevin on F(v) or jointly on E(v, h).
+
+    Other than for a Gaussian RBM, say the `shape` of one v, and for a latent-variable model the `h_shape` of one h.
+    The chains start at N(0, 1) and cool from temperature 10 to 1 over their first half.
+    """
+    if isinstance(model, GaussianRBM):
+        start_key, key = jax.random.split(key)
+        start = jax.random.uniform(start_key, (count, model.b.size))
+        return chain(Gibbs(model), key, start, steps)[0]
+    if shape is None or (isinstance(model, EBLVM) and h_shape is None):
+        need = "shape= of one v" + (" and h_shape= of one h" if isinstance(model, EBLVM) else "")
+        raise ValueError(f"sample: {type(model).__name__} does not say its size; give {need}.")
+    v_key, h_key, hot_key, key = jax.random.split(key, 4)
+    start = jax.random.normal(v_key, (count, *shape))
+    energy: Energy = model.free_energy if isinstance(model, EBM) else lambda x: model.energy(*x)
+    if isinstance(model, EBLVM) and not isinstance(model, EBM):
+        start = (start, jax.random.normal(h_key, (count, *h_shape)))
+    cooling = AnnealedLangevin(energy, 10.0 ** jnp.linspace(1.0, 0.0, max(steps // 2, 1)), step)
+    warm, _ = chain(cooling, hot_key, start, steps // 2)
+    states, _ = chain(Langevin(energy, step, adjust=True), key, warm.position, steps - steps // 2)
+    return states if isinstance(model, EBM) else states[0]

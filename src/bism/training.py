@@ -1,0 +1,318 @@
+"""`fit`: the one loop, for every method."""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from .checkpoint import Checkpoints, require_space
+from .data import as_data
+from .energy import EBLVM, EBM
+from .method import Method, State
+from .progress import Progress
+
+Maker = Callable[[PRNGKeyArray], Any]
+Evaluation = Callable[[Any, Any], Float[Array, ""]]
+
+
+class Diverged(FloatingPointError):
+    """The loss of a run is no longer finite."""
+
+
+class Loop(eqx.Module):
+    """All that changes from one iteration to the next: what a checkpoint holds."""
+
+    state: State
+    order: Array  # this epoch's shuffle of the data
+    best: State | None  # the state of least validation loss so far
+    best_loss: Array
+
+
+@dataclass
+class Run:
+    """What training gave. With `seeds`, every array has them along a leading axis; `run[i]` is one of them."""
+
+    method: Method
+    loop: Loop
+    step: int
+    history: list[dict[str, Any]]
+    seeds: int | None = None
+    folder: Path | None = None
+    seconds: float = field(default=0.0, repr=False)
+
+    @property
+    def state(self) -> State:
+        return self.loop.state
+
+    @property
+    def model(self) -> Any:
+        """The model to use: the moving average of θ where the method keeps one."""
+        return self.loop.state.best
+
+    @property
+    def posterior(self) -> Any:
+        return self.loop.state.posterior
+
+    @property
+    def best(self) -> State:
+        """The state of least validation loss; the last one if nothing was validated."""
+        return self.loop.state if self.loop.best is None else self.loop.best
+
+    def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(iterations, values) of a metric or an evaluation."""
+        rows = [row for row in self.history if name in row]
+        if not rows:
+            known = sorted({key for row in self.history for key in row} - {"step", "seconds"})
+            raise KeyError(f"no {name!r} was recorded; there is {', '.join(known)}.")
+        return np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
+
+    def __getitem__(self, seed: int) -> "Run":
+        if self.seeds is None:
+            raise TypeError("this run has one seed; there is nothing to index.")
+        if not -self.seeds <= seed < self.seeds:
+            raise IndexError(f"seed {seed} of {self.seeds}.")
+        pick = lambda x: x[seed] if isinstance(x, list) else x
+        history = [{name: pick(value) for name, value in row.items()} for row in self.history]
+        loop = jax.tree.map(lambda x: x[seed] if eqx.is_array(x) else x, self.loop)
+        return Run(self.method, loop, self.step, history, None, self.folder, self.seconds)
+
+
+def fit(
+    method: Method,
+    model: EBM | EBLVM | Maker,
+    posterior: Any | Maker | None = None,
+    *,
+    data: Any,
+    steps: int,
+    batch_size: int = 100,
+    key: PRNGKeyArray | int = 0,
+    seeds: int | None = None,
+    validation: Any = None,
+    evaluate: Mapping[str, Evaluation] | None = None,
+    log_every: int | None = None,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    keep: int = 3,
+    config: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callable[[Run], object]] = (),
+    progress: bool | str = True,
+) -> Run:
+    """Train `model` (and `posterior`) on `data` by `method` for `steps` iterations.
+
+    model, posterior: modules, or functions of a key that make them, so that each seed starts elsewhere.
+    seeds: train this many runs at once, under vmap; everything that comes back has them along a leading axis.
+    validation: held-out data; the method's own loss on it is recorded, and `run.best` is the state that had the least.
+    evaluate: named functions (model, posterior) -> number, recorded every `evaluate_every` iterations.
+    folder: where the run is kept (settings, metrics, checkpoints). With `resume`, a run found there goes on.
+    callbacks: each is called with the run so far, at every log.
+
+    The same key gives the same run to the last bit on the same machine, in one go or resumed, whatever is logged.
+    """
+    data = as_data(data, "data")
+    held_out = None if validation is None else as_data(validation, "validation", like=data)
+    _check_counts(data, steps=steps, batch_size=batch_size, seeds=seeds, keep=keep)
+    key = jax.random.key(key) if isinstance(key, int) else key
+    log_every = log_every or max(steps // 100, 1)
+    evaluate_every = evaluate_every or max(steps // 10, 1)
+
+    if folder is not None:
+        folder = Path(folder)
+        if (folder / "config.json").exists() and not resume:
+            raise FileExistsError(f"{folder} already holds a run. Give resume=True to go on with it, or another folder.")
+
+    def begin(key):
+        model_key, posterior_key, init_key, loop_key = jax.random.split(key, 4)
+        made = model if isinstance(model, (EBM, EBLVM)) else model(model_key)
+        q = posterior if posterior is None or isinstance(posterior, eqx.Module) else posterior(posterior_key)
+        state = method.init(made, q, batch=data[:batch_size], key=init_key)
+        best = state if held_out is not None else None
+        return Loop(state, jnp.zeros(len(data), jnp.int32), best, jnp.array(jnp.inf)), loop_key
+
+    loop, loop_key = begin(key) if seeds is None else eqx.filter_vmap(begin)(jax.random.split(key, seeds))
+    # A module given as it is may share its arrays with the caller, or with the average; training donates its own.
+    arrays, static = eqx.partition(loop, eqx.is_array)
+    arrays = jax.tree.map(jnp.copy, arrays)
+    over_seeds = (lambda fn, axes: fn) if seeds is None else (lambda fn, axes: jax.vmap(fn, in_axes=axes))
+    run_chunk = jax.jit(over_seeds(_chunk(method, static, batch_size), (0, None, None, 0, None)), donate_argnums=0)
+    run_evaluations = jax.jit(over_seeds(_evaluations(evaluate or {}, static), (0,)))
+    run_validation = jax.jit(over_seeds(_validation(method, static), (0, None, 0)))
+
+    run = Run(method, loop, 0, [], seeds, folder)
+    checkpoints = None
+    if folder is not None:
+        require_space(folder, arrays, keep)
+        checkpoints = Checkpoints(folder / "checkpoints", keep)
+        if resume and checkpoints.steps:
+            run.step, loop = checkpoints.restore(loop)
+            arrays = eqx.filter(loop, eqx.is_array)
+            run.history = _truncate(folder / "metrics.jsonl", run.step)
+        settings = {"steps": steps, "batch_size": batch_size, "seeds": seeds, "data_shape": list(data.shape)}
+        _write_config(folder, method, key, settings, config)
+    checkpoint_every = checkpoint_every or max(steps // 10, 1)
+
+    started, begun_at = time.perf_counter(), run.step
+    bar = Progress(steps, progress, start=run.step)
+    record: dict[str, Any] = {}
+    try:
+        while run.step < steps:
+            stop = min(
+                _next(run.step, every, steps) for every in (log_every, evaluate_every, checkpoint_every)
+            )
+            stop = stop if run.step else 1  # the first iteration alone, so that a mistake shows at once
+            arrays, metrics, bad = run_chunk(arrays, run.step, stop - run.step, loop_key, data)
+            run.step = stop
+            run.seconds = time.perf_counter() - started
+            _stop_if_bad(bad, checkpoints)
+            record = {"step": stop, "seconds": round(time.perf_counter() - started, 3)} | _host(metrics)
+            if stop % evaluate_every == 0 or stop == steps:
+                record |= _host(run_evaluations(arrays))
+                if held_out is not None:
+                    arrays, losses = run_validation(arrays, held_out, loop_key)
+                    record["validation"] = _host(losses)
+            run.history.append(record)
+            run.loop = eqx.combine(arrays, static)
+            if folder is not None:
+                with (folder / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+            if checkpoints and (stop % checkpoint_every == 0 or stop == steps):
+                checkpoints.save(stop, run.loop)
+            elapsed = time.perf_counter() - started
+            bar.update(stop, (stop - begun_at) / elapsed, record)
+            for callback in callbacks:
+                callback(run)
+    except KeyboardInterrupt:
+        run.loop = eqx.combine(arrays, static)
+        if checkpoints and run.step:
+            checkpoints.save(run.step, run.loop)
+            bar.say(f"Interrupted at iteration {run.step}; resume=True goes on from there.")
+        raise
+    finally:
+        bar.close()
+        if checkpoints:
+            checkpoints.close()
+    run.loop = eqx.combine(arrays, static)
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+def _chunk(method, static, batch_size):
+    """Iterations `start` to `start + count` in one compiled loop, whatever the count."""
+
+    def chunk(arrays, start, count, key, data):
+        per_epoch = len(data) // batch_size
+        example = eqx.filter_eval_shape(method.step, eqx.combine(arrays, static).state, data[:batch_size], key)[1]
+        totals = {name: jnp.zeros((), value.dtype) for name, value in example.items()}
+
+        def iteration(i, carry):
+            arrays, totals, bad = carry
+            loop = eqx.combine(arrays, static)
+            epoch, place = i // per_epoch, i % per_epoch
+            shuffle = lambda: jax.random.permutation(jax.random.fold_in(key, epoch), len(data)).astype(jnp.int32)
+            order = jax.lax.cond(place == 0, shuffle, lambda: loop.order)
+            batch = data[jax.lax.dynamic_slice(order, (place * batch_size,), (batch_size,))]
+            state, metrics = method.step(loop.state, batch, jax.random.fold_in(jax.random.fold_in(key, i), 1))
+            loop = Loop(state, order, loop.best, loop.best_loss)
+            finite = jnp.all(jnp.array([jnp.isfinite(value) for value in metrics.values()]))
+            bad = jnp.where((bad < 0) & ~finite, i, bad)
+            return eqx.filter(loop, eqx.is_array), jax.tree.map(jnp.add, totals, metrics), bad
+
+        arrays, totals, bad = jax.lax.fori_loop(start, start + count, iteration, (arrays, totals, jnp.array(-1)))
+        return arrays, {name: total / count for name, total in totals.items()}, bad
+
+    return chunk
+
+
+def _evaluations(evaluate, static):
+    def run(arrays):
+        state = eqx.combine(arrays, static).state
+        return {name: fn(state.best, state.posterior) for name, fn in evaluate.items()}
+
+    return run
+
+
+def _validation(method, static):
+    """The method's loss on all held-out data under noise that is the same each time; the best state is kept."""
+
+    def run(arrays, held_out, key):
+        loop = eqx.combine(arrays, static)
+        loss = method.validate(loop.state, held_out, jax.random.fold_in(key, 2**31 - 1))
+        better = loss < loop.best_loss
+        choose = lambda new, old: jnp.where(better, new, old) if eqx.is_array(new) else new
+        best = jax.tree.map(choose, loop.state, loop.best)
+        loop = Loop(loop.state, loop.order, best, jnp.where(better, loss, loop.best_loss))
+        return eqx.filter(loop, eqx.is_array), loss
+
+    return run
+
+
+def _next(step, every, steps):
+    return min((step // every + 1) * every, steps)
+
+
+def _host(tree):
+    """Plain numbers, or lists of them over the seeds."""
+    return jax.tree.map(lambda x: np.asarray(x).tolist(), tree)
+
+
+def _stop_if_bad(bad, checkpoints):
+    bad = np.atleast_1d(np.asarray(bad))
+    if (bad < 0).all():
+        return
+    seed = int(np.argmax(bad >= 0))
+    which = f" of seed {seed}" if len(bad) > 1 else ""
+    iteration = int(bad[seed]) + 1
+    if iteration == 1:
+        hint = "The energy, or its gradient, is not finite on the first batch: look there."
+    else:
+        hint = "A smaller learning rate or clipped gradients (optax.clip_by_global_norm) may help."
+    if checkpoints and checkpoints.steps:
+        hint += f" The last good state is {checkpoints.folder}/{checkpoints.steps[-1]}."
+    raise Diverged(f"The loss{which} is not finite at iteration {iteration}. {hint}")
+
+
+def _check_counts(data, *, steps, batch_size, seeds, keep):
+    for name, value in {"steps": steps, "batch_size": batch_size, "seeds": seeds or 1, "keep": keep}.items():
+        if value < 1:
+            raise ValueError(f"fit: {name} must be at least 1, got {value}.")
+    if batch_size > len(data):
+        raise ValueError(f"fit: batch_size is {batch_size} and there are {len(data)} examples; make it smaller.")
+
+
+def _write_config(folder, method, key, settings, config):
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = {name: version(name) for name in ("bism", "jax", "equinox", "optax")} | {"python": platform.python_version()}
+    device = jax.devices()[0]
+    about = settings | {
+        "method": eqx.tree_pformat(method, width=100),
+        "key": np.asarray(jax.random.key_data(key)).tolist(),
+        "device": f"{device.platform}: {device.device_kind}",
+        "versions": versions,
+    }
+    text = json.dumps({"settings": about, "config": dict(config or {})}, indent=2, default=str)
+    (folder / "config.json").write_text(text + "\n")
+
+
+def _truncate(path, step):
+    """The records up to a checkpoint's iteration; a line cut off by a crash, and what came after it, is dropped."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if row["step"] <= step:
+            rows.append(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
