@@ -37,6 +37,7 @@ from .sampling import (
     chain as chain,
     denoise as denoise,
     sample as sample,
+    trajectory as trajectory,
 )
 from .training import Diverged as Diverged, Run as Run, fit as fit
 

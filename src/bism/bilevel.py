@@ -10,13 +10,13 @@ import optax
 from jaxtyping import PyTree
 
 from .checks import check_differentiable, check_latent_model
+from .descent import descend
 from .divergence import KL, Divergence, Fisher
 from .energy import EBLVM, surrogate_score
-from .hoist import hoist
-from .method import Method, State, adam, parameters, require
+from .method import Method, State, adam, parameters
 from .objective import Objective
 from .posterior import Posterior
-from .response import FirstOrder, Response, Unroll
+from .response import Response, Unroll
 
 
 class Draw(eqx.Module):
@@ -70,12 +70,9 @@ class BiSM(Method):
             raise ValueError(f"BiSM: noise must be 'shared' or 'fresh', got {self.noise!r}.")
 
     def init(self, model, posterior=None, *, batch, key):
-        require(model, EBLVM, "BiSM")
-        if not isinstance(posterior, Posterior):
-            raise TypeError("BiSM needs a posterior q(h|v): a bism.GaussianPosterior or bism.BernoulliPosterior.")
-        if isinstance(self.divergence, Fisher) and posterior.discrete:
+        check_latent_model("BiSM", model, posterior, batch[0])
+        if isinstance(self.divergence, Fisher) and getattr(posterior, "discrete", False):
             raise ValueError("The Fisher divergence needs ∇ₕ, which a discrete h does not have; use divergence=KL().")
-        check_latent_model(model, posterior, batch[0])
         if isinstance(self.response, Unroll):
             check_differentiable(self.response.optimizer or self._lower_optimizer)
         return replace(self.start(model, posterior), lower_opt_state=self._lower_optimizer.init(parameters(posterior)))
@@ -85,22 +82,17 @@ class BiSM(Method):
 
     def draw(self, state: State, batch, key) -> tuple[Draw, Draw, Draw]:
         """The noise of one iteration: K draws for the lower steps, the response's, one for the upper loss."""
-        counts = {"lower": self.lower_steps, "response": self.response.draws, "upper": 1}
-        total = sum(counts.values())
-        key, latent_key = jax.random.split(key)
-        if self.noise == "shared":
-            v, noise = self.objective.perturb(batch, key)
-            perturbed = [(v, noise)] + [(None, None)] * 2
-        else:
-            v, noise = jax.vmap(lambda k: self.objective.perturb(batch, k))(jax.random.split(key, total))
+        perturb_key, latent_key = jax.random.split(key)
+        first, second = self.lower_steps, self.lower_steps + self.response.draws  # where each one's draws end
         q = eqx.filter_eval_shape(state.posterior, batch[0])
-        h = q.noise(latent_key, (total, batch.shape[0], self.divergence.particles))
-        ends = [counts["lower"], counts["lower"] + counts["response"]]
-        cut = lambda tree: [jax.tree.map(lambda x: x[a:b], tree) for a, b in zip([0, *ends], [*ends, total], strict=True)]
-        pieces = cut((v, noise, h)) if self.noise == "fresh" else [(None, None, part) for part in cut(h)]
-        lower, response, upper = (Draw(*piece) for piece in pieces)
-        upper = jax.tree.map(lambda x: x[0], upper)
-        return lower, response, (Draw(v, noise, upper.h) if self.noise == "shared" else upper)
+        h = q.noise(latent_key, (second + 1, len(batch), self.divergence.particles))
+        if self.noise == "shared":
+            upper = Draw(*self.objective.perturb(batch, perturb_key), h[second])
+            return Draw(None, None, h[:first]), Draw(None, None, h[first:second]), upper
+        keys = jax.random.split(perturb_key, second + 1)
+        draws = Draw(*jax.vmap(lambda key: self.objective.perturb(batch, key))(keys), h)
+        take = lambda part: jax.tree.map(lambda x: x[part], draws)
+        return take(slice(first)), take(slice(first, second)), take(second)
 
     def update(self, state: State, lower_draws: Draw, response_draws: Draw, upper_draw: Draw):
         """One iteration of Algorithm 1, all of its noise given."""
@@ -109,7 +101,11 @@ class BiSM(Method):
         shared = upper_draw if lower_draws.v is None else None
         lower = LowerLevel(self.divergence, self.objective, shared, frame, self._lower_optimizer)
 
-        phi0, opt_state, divergence = self.descend(theta, phi, state.lower_opt_state, lower, lower_draws)  # Eqn (12)
+        phi0, opt_state, metrics = phi, state.lower_opt_state, {}
+        if self.lower_steps:
+            loss = lambda phi, draw: lower(theta, phi, draw)
+            phi0, opt_state, values = descend(loss, lower.optimizer, phi, opt_state, lower_draws)  # Eqn (12)
+            metrics = {"lower": values[-1]}
         lower = replace(lower, opt_state=opt_state, draws=response_draws)
 
         def upper(theta):  # Ĵ(θ, φ̂(θ))
@@ -118,25 +114,7 @@ class BiSM(Method):
         loss, gradient = eqx.filter_value_and_grad(upper)(theta)  # Eqn (15)
         state = self.ascend(state, (gradient, None))
         state = replace(state, posterior=eqx.combine(phi0, frame), lower_opt_state=opt_state)
-        return state, {"loss": loss} | ({"lower": divergence} if self.lower_steps else {})
-
-    def descend(self, theta, phi, opt_state, lower: LowerLevel, draws: Draw):
-        """φ after K steps on Ĝ, its optimiser's state, and the last step's Ĝ."""
-        if self.lower_steps == 0:
-            return phi, opt_state, jnp.nan
-        first = jax.tree.map(lambda x: x[0], draws)
-        value_and_grad = hoist(jax.value_and_grad(lambda phi, draw: lower(theta, phi, draw)), phi, first)
-
-        def step(carry, draw):
-            phi, opt_state = carry
-            value, gradient = value_and_grad(phi, draw)
-            updates, opt_state = lower.optimizer.update(gradient, opt_state, phi)
-            return (optax.apply_updates(phi, updates), opt_state), value
-
-        (phi, opt_state), values = jax.lax.scan(
-            step, (phi, opt_state), draws, unroll=value_and_grad.unroll(self.lower_steps)
-        )
-        return phi, opt_state, values[-1]
+        return state, {"loss": loss} | metrics
 
     def upper(self, theta: EBLVM, posterior: Posterior, draw: Draw) -> jax.Array:
         """Ĵ(θ, φ), the batch mean of F(∇ᵥ log p̃(v, h)/q(h|v), ε, v) at h ~ q."""  # Eqn (8)

@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -39,13 +40,13 @@ class Checkpoints:
 
     def restore(self, like: PyTree, step: int | None = None) -> tuple[int, Any]:
         """The newest state that can be read (or that of `step`), in the structure of `like`."""
-        for step in [step] if step is not None else reversed(self.steps):
+        for candidate in [step] if step is not None else reversed(self.steps):
             try:
-                found = self._manager.restore(step, args=self._ocp.args.StandardRestore())["leaves"]
+                found = self._manager.restore(candidate, args=self._ocp.args.StandardRestore())["leaves"]
             except Exception as error:  # Orbax raises many kinds; whichever it was, an older checkpoint may be whole.
-                warnings.warn(f"{self.folder}/{step} cannot be read and is passed over: {error}", stacklevel=2)
+                warnings.warn(f"{self.folder}/{candidate} cannot be read and is passed over: {error}", stacklevel=2)
                 continue
-            return step, _fill(like, found, f"{self.folder}/{step}")
+            return candidate, _fill(like, found, f"{self.folder}/{candidate}")
         raise FileNotFoundError(f"{self.folder} holds no checkpoint that can be read.")
 
     def close(self) -> None:
@@ -53,8 +54,11 @@ class Checkpoints:
 
 
 def _data(tree):
-    keyed = lambda x: eqx.is_array(x) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.tree.map(lambda x: jax.random.key_data(x) if keyed(x) else x, eqx.filter(tree, eqx.is_array))
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, eqx.filter(tree, eqx.is_array))
+
+
+def _is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _fill(like, leaves, where):
@@ -63,15 +67,19 @@ def _fill(like, leaves, where):
     data = jax.tree.leaves(_data(arrays))
     shapes = [(x.shape, np.shape(y)) for x, y in zip(data, leaves, strict=False) if x.shape != np.shape(y)]
     if len(data) != len(leaves) or shapes:
-        detail = f"{shapes[0][1]} where {shapes[0][0]} is wanted" if shapes else f"{len(leaves)} arrays, not {len(data)}"
+        detail = (
+            f"{shapes[0][1]} where {shapes[0][0]} is wanted" if shapes else f"{len(leaves)} arrays, not {len(data)}"
+        )
         raise ValueError(f"{where} is of another model or method: it has {detail}.")
 
     def same_kind(x, y):
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if _is_key(x):
             return jax.random.wrap_key_data(y, impl=jax.random.key_impl(x))
-        return jax.numpy.asarray(y, x.dtype)
+        return jnp.asarray(y, x.dtype)
 
-    return eqx.combine(jax.tree.unflatten(structure, [same_kind(*pair) for pair in zip(expected, leaves, strict=True)]), static)
+    return eqx.combine(
+        jax.tree.unflatten(structure, [same_kind(*pair) for pair in zip(expected, leaves, strict=True)]), static
+    )
 
 
 def require_space(folder: Path, state: PyTree, copies: int) -> None:

@@ -1,6 +1,6 @@
 """What must hold before a run starts: asked of shapes alone, so that a mistake costs no training time."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -8,19 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-if TYPE_CHECKING:
-    from .energy import EBLVM, EBM
-    from .posterior import Posterior
+from .energy import EBLVM, EBM
+from .posterior import Posterior
 
 
-def check_latent_model(model: "EBLVM", posterior: "Posterior", v: jax.Array) -> None:
-    """Refuse a posterior that cannot read v, or an energy that is not one number of (v, h)."""
-    q = _shape_of(posterior, "The posterior", v)
-    h = eqx.filter_eval_shape(lambda q: q.mean, q)
-    _check_scalar(_shape_of(model.energy, f"{type(model).__name__}.energy", v, h), f"{type(model).__name__}.energy(v, h)")
+def check_latent_model(method: str, model: Any, posterior: Any, v: jax.Array) -> None:
+    """Refuse what has no latent variables, a posterior that cannot read v, an energy that is not one number."""
+    if not isinstance(model, EBLVM):
+        raise TypeError(
+            f"{method} needs a model with latent variables, energy(v, h), and {type(model).__name__} has none: use "
+            "ScoreMatching, which needs only free_energy(v)."
+        )
+    if not isinstance(posterior, Posterior):
+        raise TypeError(f"{method} needs a posterior q(h|v): a bism.GaussianPosterior or bism.BernoulliPosterior.")
+    h = eqx.filter_eval_shape(lambda q: q.mean, _shape_of(posterior, "The posterior", v))
+    name = f"{type(model).__name__}.energy"
+    _check_scalar(_shape_of(model.energy, name, v, h), f"{name}(v, h)")
 
 
-def check_visible_model(model: "EBM", v: jax.Array) -> None:
+def check_visible_model(method: str, model: Any, v: jax.Array) -> None:
+    """Refuse what has no tractable marginal, or a free energy that is not one number."""
+    if not isinstance(model, EBM):
+        raise TypeError(
+            f"{method} needs a model with a tractable marginal, free_energy(v), and {type(model).__name__} has none: "
+            "use BiSM, which needs only energy(v, h)."
+        )
     name = f"{type(model).__name__}.free_energy"
     _check_scalar(_shape_of(model.free_energy, name, v), f"{name}(v)")
 

@@ -27,7 +27,7 @@ def as_data(x: Any, name: str = "data", like: Array | None = None) -> Float[Arra
     if bad.any():
         row = int(np.argmax(bad.any(1)))
         raise ValueError(
-            f"{name} has {int(bad.sum())} NaN or infinite values, the first in row {row}. Drop those rows or impute them."
+            f"{name} has {int(bad.sum())} NaN or infinite values, first in row {row}. Drop those rows or impute them."
         )
     if like is not None and x.shape[1:] != like.shape[1:]:
         raise ValueError(f"{name} has examples of shape {tuple(x.shape[1:])} and the data of {tuple(like.shape[1:])}.")
@@ -37,7 +37,9 @@ def as_data(x: Any, name: str = "data", like: Array | None = None) -> Float[Arra
 def load_file(path: Path) -> np.ndarray:
     """An array from .npy, from .npz (the only array, or `x_train`, `images`, `data`, `x`), or from .csv or .txt."""
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file. Name a .npy, .npz or .csv, or one of: {', '.join(sorted(NAMED))}.")
+        raise FileNotFoundError(
+            f"{path}: no such file. Name a .npy, .npz or .csv, or one of: {', '.join(sorted(NAMED))}."
+        )
     try:
         if path.suffix == ".npy":
             return np.load(path, allow_pickle=False)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-
 SMALL = 128  # operations; a loop body under this is unrolled, since the loop itself would cost more than its work
 
 

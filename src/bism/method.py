@@ -9,16 +9,15 @@ import jax
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from .energy import EBLVM, EBM
 from .posterior import Posterior
 
-Model = EBM | EBLVM
+Model = Any  # an EBM, an EBLVM or both: each method says in `init` which it needs
 Batch = Float[Array, "batch ..."]
 Metrics = dict[str, Float[Array, ""]]
 
 
 def adam(learning_rate: optax.ScalarOrSchedule = 1e-3, b1=0.9, b2=0.95, eps=1e-8) -> optax.GradientTransformation:
-    """Adam as the paper ran it, safe to differentiate: `eps_root` keeps the slope of the root finite at a zero gradient."""
+    """Adam as the paper ran it, and safe to unroll: `eps_root` keeps the root's slope finite at a zero gradient."""
     return optax.adam(learning_rate, b1, b2, eps, eps_root=1e-20)
 
 
@@ -75,12 +74,3 @@ class Method(eqx.Module):
 
 def parameters(tree: PyTree) -> PyTree:
     return eqx.filter(tree, eqx.is_inexact_array)
-
-
-def require(model: Model, kind: type, method: str) -> None:
-    """Refuse a model that lacks what the method differentiates, and say what it lacks."""
-    if isinstance(model, kind):
-        return
-    lacking = {EBM: "free_energy(v), a tractable marginal", EBLVM: "energy(v, h), latent variables"}[kind]
-    instead = {EBM: "use BiSM, which needs only energy(v, h)", EBLVM: "use ScoreMatching, which needs only free_energy(v)"}
-    raise TypeError(f"{method} needs a model with {lacking}; {type(model).__name__} has none: {instead[kind]}.")

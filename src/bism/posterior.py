@@ -34,22 +34,28 @@ class Distribution(eqx.Module):
     @abstractmethod
     def entropy(self) -> Scalar: ...
 
-    mean: eqx.AbstractVar[Latent]
+    @property
+    @abstractmethod
+    def mean(self) -> Latent: ...
 
 
 class Gaussian(Distribution):
-    mean: Latent
+    loc: Latent
     log_std: Latent
     discrete = False
 
+    @property
+    def mean(self):
+        return self.loc
+
     def noise(self, key, lead=()):
-        return jax.random.normal(key, lead + self.mean.shape, self.mean.dtype)
+        return jax.random.normal(key, lead + self.loc.shape, self.loc.dtype)
 
     def sample(self, noise):
-        return self.mean + jnp.exp(self.log_std) * noise
+        return self.loc + jnp.exp(self.log_std) * noise
 
     def log_prob(self, h):
-        z = (h - self.mean) * jnp.exp(-self.log_std)
+        z = (h - self.loc) * jnp.exp(-self.log_std)
         return jnp.sum(-0.5 * z**2 - self.log_std - 0.5 * jnp.log(2 * jnp.pi))
 
     def entropy(self):

@@ -15,8 +15,7 @@ class Progress:
         if not show:
             return
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 
         self._console = Console(stderr=True)
         if self._console.is_terminal:
@@ -32,9 +31,7 @@ class Progress:
         facts = "  ".join([f"{rate:,.0f} it/s", *(f"{name} {_short(value)}" for name, value in shown.items())])
         if self._bar is not None:
             self._bar.update(self._task, completed=step, facts=facts)
-        elif step == self.steps or (
-            step - self._told >= self.steps // 10 and time.perf_counter() - self._told_at > 10
-        ):
+        elif step == self.steps or (step - self._told >= self.steps // 10 and time.perf_counter() - self._told_at > 10):
             self.say(f"{self.label}: {step}/{self.steps}  {facts}")
             self._told, self._told_at = step, time.perf_counter()
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from .hoist import hoist
+from .descent import descend
 
 Phi = PyTree
 
@@ -42,7 +42,9 @@ class Response(eqx.Module):
 class FirstOrder(Response):
     """φ̂ = φ⁰: no gradient flows through the lower level. Algorithm 1 with N = 0."""
 
-    draws = 0
+    @property
+    def draws(self):
+        return 0
 
     def __call__(self, theta, phi, lower):
         return jax.lax.stop_gradient(phi)
@@ -69,33 +71,35 @@ class Unroll(Response):
         optimizer = self.optimizer or lower.optimizer
         if self.optimizer is not None:
             state = optimizer.init(phi)
-        first = jax.tree.map(lambda x: x[0], lower.draws)
-        gradient = hoist(jax.grad(lambda phi, draw: lower(theta, phi, draw)), phi, first)
-
-        def step(carry, draw):
-            phi, state = carry
-            updates, state = optimizer.update(gradient(phi, draw), state, phi)
-            return (optax.apply_updates(phi, updates), state), None
-
-        # Rematerialised, so that of each step only (φ, optimiser state) is kept.
-        unroll = gradient.unroll(self.steps)
-        (phi, _), _ = jax.lax.scan(jax.checkpoint(step), (phi, state), lower.draws, unroll=unroll)
+        loss = lambda phi, draw: lower(theta, phi, draw)
+        phi, _, _ = descend(loss, optimizer, phi, state, lower.draws, rematerialise=True)
         return phi
 
 
-class Neumann(Response):
-    """Implicit: the inverse Hessian as the first terms of α Σₖ (I − αH)ᵏ, taken at φ⁰."""
+class Implicit(Response):
+    """φ̂ = φ⁰ with the derivative of φ*(θ): a linear solve with the lower Hessian at φ⁰ in place of unrolling."""
+
+    @property
+    def draws(self):
+        return 1
+
+    def __call__(self, theta, phi, lower):
+        return implicit(theta, jax.lax.stop_gradient(phi), lower, self.solve)
+
+    @abstractmethod
+    def solve(self, hvp: Callable[[Phi], Phi], b: Phi) -> Phi:
+        """An approximation of H⁻¹b."""
+
+
+class Neumann(Implicit):
+    """H⁻¹ as the first terms of α Σₖ (I − αH)ᵏ: what unrolled gradient steps of size α give at a stationary φ⁰."""
 
     terms: int = eqx.field(static=True, default=10)
     alpha: float = eqx.field(static=True, default=0.1)
-    draws = 1
 
     def __check_init__(self):
         if self.terms < 1 or not self.alpha > 0:
             raise ValueError("Neumann: needs terms >= 1 and alpha > 0.")
-
-    def __call__(self, theta, phi, lower):
-        return implicit(theta, jax.lax.stop_gradient(phi), lower, self.solve)
 
     def solve(self, hvp, b):
         def term(carry, _):
@@ -107,29 +111,24 @@ class Neumann(Response):
         return jax.tree.map(lambda x: self.alpha * x, total)
 
 
-class ConjugateGradient(Response):
-    """Implicit: (H + damping·I)⁻¹ by conjugate gradients on Hessian-vector products, taken at φ⁰."""
+class ConjugateGradient(Implicit):
+    """(H + damping·I)⁻¹ by conjugate gradients on Hessian-vector products."""
 
     # A minibatch's lower Hessian is singular as soon as q has more weights a unit than the batch has examples; the
     # damping then decides what the directions that the batch does not see contribute.
     iterations: int = eqx.field(static=True, default=20)
     damping: float = eqx.field(static=True, default=1e-2)
     tolerance: float = eqx.field(static=True, default=1e-8)
-    draws = 1
 
     def __check_init__(self):
         if self.iterations < 1 or self.damping < 0:
             raise ValueError("ConjugateGradient: needs iterations >= 1 and damping >= 0.")
 
-    def __call__(self, theta, phi, lower):
-        return implicit(theta, jax.lax.stop_gradient(phi), lower, self.solve)
-
     def solve(self, hvp, b):
         def damped(x):
             return jax.tree.map(lambda x, hx: hx + self.damping * x, x, hvp(x))
 
-        x, _ = jax.scipy.sparse.linalg.cg(damped, b, tol=self.tolerance, maxiter=self.iterations)
-        return x
+        return jax.scipy.sparse.linalg.cg(damped, b, tol=self.tolerance, maxiter=self.iterations)[0]
 
 
 Solve = Callable[[Callable[[Phi], Phi], Phi], Phi]

@@ -5,7 +5,7 @@ A state is whatever the chain moves: v, h, or the pair (v, h). `info` is a dicti
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -29,7 +29,7 @@ class Kernel(eqx.Module):
 
 
 class Gibbs(Kernel):
-    """v → h → v on a model with both conditionals. The info holds the mean of v given h, which makes cleaner pictures."""
+    """v → h → v on a model with both conditionals. The info has the mean of v given h, which makes cleaner pictures."""
 
     model: GaussianRBM
 
@@ -71,7 +71,7 @@ class Langevin(Kernel):
         return state, {"energy": jnp.where(accept, new_energy, energy), "accepted": accept.astype(energy.dtype)}
 
 
-class Annealed(NamedTuple):
+class Annealed(eqx.Module):
     position: PyTree
     index: Array  # the next temperature's
 
@@ -95,7 +95,7 @@ class AnnealedLangevin(Kernel):
 
 
 def paper_temperatures(hot: int = 500, cooling: int = 2000, cold: int = 200) -> Float[Array, " steps"]:
-    """T = 100, then down to 1 geometrically, then to 0 linearly: Li et al.'s schedule, 2,700 steps as the paper ran it."""
+    """T = 100, then down to 1 geometrically, then to 0 linearly: Li et al.'s schedule, 2,700 steps in the paper."""
     geometric = 100.0 ** (1 - jnp.arange(cooling) / max(cooling, 1))
     return jnp.concatenate([jnp.full(hot, 100.0), geometric, jnp.linspace(1.0, 0.0, cold)])
 
@@ -123,31 +123,43 @@ def _squared(a, b):
 
 
 @eqx.filter_jit
-def chain(kernel: Kernel, key: PRNGKeyArray, positions: PyTree, steps: int, *, every: int | None = None):
-    """Run one chain from each of `positions` and return the last states, with the last step's info.
-
-    With `every`, the states and infos of each `every`-th step instead, along a new leading axis.
-    """
-
-    def one(carry, key):
-        states, _ = carry
-        states, info = jax.vmap(kernel)(jax.random.split(key, count), states)
-        return (states, info), None
-
-    def stretch(carry, key):
-        carry, _ = jax.lax.scan(one, carry, jax.random.split(key, every or steps))
-        return carry, carry if every else None
-
-    count = jax.tree.leaves(positions)[0].shape[0]
+def chain(kernel: Kernel, key: PRNGKeyArray, positions: PyTree, steps: int) -> tuple[PyTree, Info]:
+    """The states, and the last infos, of chains that start at each of `positions`, after `steps` steps."""
     states = jax.vmap(kernel.init)(positions)
-    info = jax.eval_shape(jax.vmap(kernel), jax.random.split(key, count), states)[1]
-    start = (states, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info))
-    last, kept = jax.lax.scan(stretch, start, jax.random.split(key, steps // every if every else 1))
-    return kept if every else last
+    return _advance(kernel, key, states, steps)
+
+
+@eqx.filter_jit
+def trajectory(kernel: Kernel, key: PRNGKeyArray, positions: PyTree, steps: int, every: int = 1) -> tuple[PyTree, Info]:
+    """The states and infos at each `every`-th step, along a new leading axis."""
+
+    def stretch(states, key):
+        states, info = _advance(kernel, key, states, every)
+        return states, (states, info)
+
+    return jax.lax.scan(stretch, jax.vmap(kernel.init)(positions), jax.random.split(key, steps // every))[1]
+
+
+def _advance(kernel, key, states, steps):
+    def step(key, states):
+        return jax.vmap(kernel)(jax.random.split(key, len(jax.tree.leaves(states)[0])), states)
+
+    if steps < 1:
+        raise ValueError(f"A chain needs at least one step, got {steps}.")
+    keys = jax.random.split(key, steps)
+    states, _ = jax.lax.scan(lambda states, key: (step(key, states)[0], None), states, keys[:-1])
+    return step(keys[-1], states)  # apart from the others, so that only its info is kept
 
 
 def sample(
-    model: EBM | EBLVM, key: PRNGKeyArray, count: int, *, shape=None, h_shape=None, steps: int = 1000, step: float = 0.1
+    model: EBM | EBLVM,
+    key: PRNGKeyArray,
+    count: int,
+    *,
+    shape: tuple[int, ...] | None = None,
+    h_shape: tuple[int, ...] | None = None,
+    steps: int = 1000,
+    step: float = 0.1,
 ) -> Float[Array, "count ..."]:
     """`count` samples of v: block Gibbs for a Gaussian RBM, else adjusted Langevin on F(v) or jointly on E(v, h).
 
@@ -158,14 +170,16 @@ def sample(
         start_key, key = jax.random.split(key)
         start = jax.random.uniform(start_key, (count, model.b.size))
         return chain(Gibbs(model), key, start, steps)[0]
-    if shape is None or (isinstance(model, EBLVM) and h_shape is None):
-        need = "shape= of one v" + (" and h_shape= of one h" if isinstance(model, EBLVM) else "")
-        raise ValueError(f"sample: {type(model).__name__} does not say its size; give {need}.")
     v_key, h_key, hot_key, key = jax.random.split(key, 4)
-    start = jax.random.normal(v_key, (count, *shape))
-    energy: Energy = model.free_energy if isinstance(model, EBM) else lambda x: model.energy(*x)
-    if isinstance(model, EBLVM) and not isinstance(model, EBM):
-        start = (start, jax.random.normal(h_key, (count, *h_shape)))
+    if shape is None or (h_shape is None and not isinstance(model, EBM)):
+        need = "shape= of one v" if isinstance(model, EBM) else "shape= of one v and h_shape= of one h"
+        raise ValueError(f"sample: {type(model).__name__} does not say its size; give {need}.")
+    start: Any = jax.random.normal(v_key, (count, *shape))
+    if isinstance(model, EBM):
+        energy: Energy = model.free_energy
+    else:
+        start = (start, jax.random.normal(h_key, (count, *(h_shape or ()))))
+        energy = lambda x: model.energy(*x)
     cooling = AnnealedLangevin(energy, 10.0 ** jnp.linspace(1.0, 0.0, max(steps // 2, 1)), step)
     warm, _ = chain(cooling, hot_key, start, steps // 2)
     states, _ = chain(Langevin(energy, step, adjust=True), key, warm.position, steps - steps // 2)

@@ -19,6 +19,7 @@ from .checkpoint import Checkpoints, require_space
 from .data import as_data
 from .energy import EBLVM, EBM
 from .method import Method, State
+from .posterior import Posterior
 from .progress import Progress
 
 Maker = Callable[[PRNGKeyArray], Any]
@@ -90,7 +91,7 @@ class Run:
 def fit(
     method: Method,
     model: EBM | EBLVM | Maker,
-    posterior: Any | Maker | None = None,
+    posterior: Posterior | Maker | None = None,
     *,
     data: Any,
     steps: int,
@@ -130,12 +131,14 @@ def fit(
     if folder is not None:
         folder = Path(folder)
         if (folder / "config.json").exists() and not resume:
-            raise FileExistsError(f"{folder} already holds a run. Give resume=True to go on with it, or another folder.")
+            raise FileExistsError(
+                f"{folder} already holds a run. Give resume=True to go on with it, or another folder."
+            )
 
     def begin(key):
         model_key, posterior_key, init_key, loop_key = jax.random.split(key, 4)
         made = model if isinstance(model, (EBM, EBLVM)) else model(model_key)
-        q = posterior if posterior is None or isinstance(posterior, eqx.Module) else posterior(posterior_key)
+        q = posterior if posterior is None or isinstance(posterior, Posterior) else posterior(posterior_key)
         state = method.init(made, q, batch=data[:batch_size], key=init_key)
         best = state if held_out is not None else None
         return Loop(state, jnp.zeros(len(data), jnp.int32), best, jnp.array(jnp.inf)), loop_key
@@ -167,9 +170,7 @@ def fit(
     record: dict[str, Any] = {}
     try:
         while run.step < steps:
-            stop = min(
-                _next(run.step, every, steps) for every in (log_every, evaluate_every, checkpoint_every)
-            )
+            stop = min(_next(run.step, every, steps) for every in (log_every, evaluate_every, checkpoint_every))
             stop = stop if run.step else 1  # the first iteration alone, so that a mistake shows at once
             arrays, metrics, bad = run_chunk(arrays, run.step, stop - run.step, loop_key, data)
             run.step = stop
@@ -292,7 +293,9 @@ def _check_counts(data, *, steps, batch_size, seeds, keep):
 
 def _write_config(folder, method, key, settings, config):
     folder.mkdir(parents=True, exist_ok=True)
-    versions = {name: version(name) for name in ("bism", "jax", "equinox", "optax")} | {"python": platform.python_version()}
+    versions = {name: version(name) for name in ("bism", "jax", "equinox", "optax")} | {
+        "python": platform.python_version()
+    }
     device = jax.devices()[0]
     about = settings | {
         "method": eqx.tree_pformat(method, width=100),

@@ -40,7 +40,11 @@ class GaussianRBM(EBLVM, EBM):
         bound = h_dim**-0.5
         keys = jax.random.split(key, 3)
         uniform = lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-        self.W, self.b, self.c = uniform(keys[0], (v_dim, h_dim)), uniform(keys[1], (v_dim,)), uniform(keys[2], (h_dim,))
+        self.W, self.b, self.c = (
+            uniform(keys[0], (v_dim, h_dim)),
+            uniform(keys[1], (v_dim,)),
+            uniform(keys[2], (h_dim,)),
+        )
         self.log_sigma = jnp.zeros(() if shared_scale else (v_dim,))
         self.coupling = coupling
 
