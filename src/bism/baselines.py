@@ -13,7 +13,7 @@ from .checks import check_latent_model, check_visible_model
 from .descent import descend
 from .energy import EBLVM, EBM, score
 from .likelihood import log_partition
-from .method import Method, adam, parameters
+from .method import Method, parameters
 from .models.grbm import GaussianRBM
 from .objective import Objective
 from .posterior import Posterior
@@ -26,8 +26,6 @@ class ScoreMatching(Method):
     """Classic score matching of a model with a tractable free energy: any objective, on −∇F(v)."""
 
     objective: Objective
-    optimizer: Optimizer = eqx.field(static=True, default=adam())
-    ema: float | None = eqx.field(static=True, default=None)
 
     def init(self, model, posterior=None, *, batch, key):
         check_visible_model("ScoreMatching", model, batch[0])
@@ -47,9 +45,6 @@ class ScoreMatching(Method):
 
 class MaximumLikelihood(Method):
     """Exact maximum likelihood by enumeration of h: the ceiling of a small Gaussian RBM."""
-
-    optimizer: Optimizer = eqx.field(static=True, default=adam())
-    ema: float | None = eqx.field(static=True, default=None)
 
     def init(self, model, posterior=None, *, batch, key):
         if not isinstance(model, GaussianRBM):
@@ -75,8 +70,6 @@ class ContrastiveDivergence(Method):
     steps: int = eqx.field(static=True, default=1)
     persistent: bool = eqx.field(static=True, default=False)
     kernel: Callable[[EBM], Kernel] = eqx.field(static=True, default=Gibbs)
-    optimizer: Optimizer = eqx.field(static=True, default=adam())
-    ema: float | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         if self.steps < 1:
@@ -127,8 +120,6 @@ class NCE(Method):
     """Noise-contrastive estimation against N(0, I), the log-normaliser learned. `memory` is that normaliser."""
 
     nu: float = eqx.field(static=True, default=1.0)
-    optimizer: Optimizer = eqx.field(static=True, default=adam())
-    ema: float | None = eqx.field(static=True, default=None)
 
     def init(self, model, posterior=None, *, batch, key):
         check_visible_model("NCE", model, batch[0])
@@ -157,9 +148,7 @@ class VNCE(Method):
     particles: int = eqx.field(static=True, default=5)
     lower_steps: int = eqx.field(static=True, default=5)
     nu: float = eqx.field(static=True, default=1.0)
-    optimizer: Optimizer = eqx.field(static=True, default=adam())
     lower_optimizer: Optimizer | None = eqx.field(static=True, default=None)
-    ema: float | None = eqx.field(static=True, default=None)
 
     def init(self, model, posterior=None, *, batch, key):
         check_latent_model("VNCE", model, posterior, batch[0])

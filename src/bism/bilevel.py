@@ -13,7 +13,7 @@ from .checks import check_differentiable, check_latent_model
 from .descent import descend
 from .divergence import KL, Divergence, Fisher
 from .energy import EBLVM, surrogate_score
-from .method import Method, State, adam, parameters
+from .method import Method, State, parameters
 from .objective import Objective
 from .posterior import Posterior
 from .response import Response, Unroll
@@ -55,10 +55,8 @@ class BiSM(Method):
     divergence: Divergence = KL()
     response: Response = Unroll(5)
     lower_steps: int = eqx.field(static=True, default=5)
-    optimizer: optax.GradientTransformation = eqx.field(static=True, default=adam())
     lower_optimizer: optax.GradientTransformation | None = eqx.field(static=True, default=None)
     noise: Literal["shared", "fresh"] = eqx.field(static=True, default="shared")
-    ema: float | None = eqx.field(static=True, default=None)
 
     # Shared: the K steps, the response and the upper loss see one perturbed batch ṽ, as Ĵ and Ĝ of the paper's text do,
     # and an encoder of ṽ runs once. Fresh: each has its own, as in the paper's experiments. Noise of h is always fresh.

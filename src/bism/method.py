@@ -40,8 +40,8 @@ class State(eqx.Module):
 class Method(eqx.Module):
     """A way of learning. Methods are pure: all that changes is in the state."""
 
-    optimizer: eqx.AbstractVar[optax.GradientTransformation]
-    ema: eqx.AbstractVar[float | None]
+    optimizer: optax.GradientTransformation = eqx.field(static=True, default=adam(), kw_only=True)
+    ema: float | None = eqx.field(static=True, default=None, kw_only=True)  # the decay of the average of θ
 
     @abstractmethod
     def init(self, model: Model, posterior: Posterior | None = None, *, batch: Batch, key: PRNGKeyArray) -> State:
