@@ -39,6 +39,6 @@ from .sampling import (
     sample as sample,
     trajectory as trajectory,
 )
-from .training import Diverged as Diverged, Run as Run, fit as fit
+from .training import Diverged as Diverged, Run as Run, fit as fit, load as load
 
 __version__ = _version("bism")

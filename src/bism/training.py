@@ -135,15 +135,7 @@ def fit(
                 f"{folder} already holds a run. Give resume=True to go on with it, or another folder."
             )
 
-    def begin(key):
-        model_key, posterior_key, init_key, loop_key = jax.random.split(key, 4)
-        made = model if isinstance(model, (EBM, EBLVM)) else model(model_key)
-        q = posterior if posterior is None or isinstance(posterior, Posterior) else posterior(posterior_key)
-        state = method.init(made, q, batch=data[:batch_size], key=init_key)
-        best = state if held_out is not None else None
-        return Loop(state, jnp.zeros(len(data), jnp.int32), best, jnp.array(jnp.inf)), loop_key
-
-    loop, loop_key = begin(key) if seeds is None else eqx.filter_vmap(begin)(jax.random.split(key, seeds))
+    loop, loop_key = _begin(method, model, posterior, data, batch_size, key, seeds, held_out is not None)
     # A module given as it is may share its arrays with the caller, or with the average; training donates its own.
     arrays, static = eqx.partition(loop, eqx.is_array)
     arrays = jax.tree.map(jnp.copy, arrays)
@@ -162,6 +154,7 @@ def fit(
             arrays = eqx.filter(loop, eqx.is_array)
             run.history = _truncate(folder / "metrics.jsonl", run.step)
         settings = {"steps": steps, "batch_size": batch_size, "seeds": seeds, "data_shape": list(data.shape)}
+        settings["validated"] = held_out is not None
         _write_config(folder, method, key, settings, config)
     checkpoint_every = checkpoint_every or max(steps // 10, 1)
 
@@ -206,6 +199,39 @@ def fit(
     run.loop = eqx.combine(arrays, static)
     run.seconds = time.perf_counter() - started
     return run
+
+
+def load(folder: str | Path, method: Method, model: Any, posterior: Any = None, *, step: int | None = None) -> Run:
+    """The run that `fit` left in `folder`, given the same method, model and posterior (or their makers)."""
+    folder = Path(folder)
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} is not a run: it has no config.json.")
+    settings = json.loads((folder / "config.json").read_text())["settings"]
+    data = jnp.zeros(settings["data_shape"])
+    key = jax.random.wrap_key_data(jnp.array(settings["key"], jnp.uint32))
+    seeds = settings["seeds"]
+    loop, _ = _begin(method, model, posterior, data, settings["batch_size"], key, seeds, settings["validated"])
+    checkpoints = Checkpoints(folder / "checkpoints")
+    try:
+        step, loop = checkpoints.restore(loop, step)
+    finally:
+        checkpoints.close()
+    history = [row for row in _records(folder / "metrics.jsonl") if row["step"] <= step]
+    return Run(method, loop, step, history, seeds, folder)
+
+
+def _begin(method, model, posterior, data, batch_size, key, seeds, validated):
+    """The loop before its first iteration, one a seed, and the keys of the iterations."""
+
+    def begin(key):
+        model_key, posterior_key, init_key, loop_key = jax.random.split(key, 4)
+        made = model if isinstance(model, (EBM, EBLVM)) else model(model_key)
+        q = posterior if posterior is None or isinstance(posterior, Posterior) else posterior(posterior_key)
+        state = method.init(made, q, batch=data[:batch_size], key=init_key)
+        order = jnp.zeros(len(data), jnp.int32)
+        return Loop(state, order, state if validated else None, jnp.array(jnp.inf)), loop_key
+
+    return begin(key) if seeds is None else eqx.filter_vmap(begin)(jax.random.split(key, seeds))
 
 
 def _chunk(method, static, batch_size):
@@ -307,15 +333,19 @@ def _write_config(folder, method, key, settings, config):
     (folder / "config.json").write_text(text + "\n")
 
 
-def _truncate(path, step):
-    """The records up to a checkpoint's iteration; a line cut off by a crash, and what came after it, is dropped."""
+def _records(path):
+    """The whole lines of a run's metrics; a line cut off by a crash, and what came after it, is left out."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except json.JSONDecodeError:
             break
-        if row["step"] <= step:
-            rows.append(row)
+    return rows
+
+
+def _truncate(path, step):
+    """The records up to a checkpoint's iteration, and the file cut back to them."""
+    rows = [row for row in _records(path) if row["step"] <= step]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows

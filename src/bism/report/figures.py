@@ -64,8 +64,10 @@ def scatter(panels: Mapping[str, Any], limit: float | None = None) -> Figure:
     figure = Figure(figsize=(3.4 * len(panels), 3.5), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False).ravel()
     for axis, (name, panel) in zip(axes, panels.items(), strict=True):
-        points, colour = panel if isinstance(panel, tuple) else (panel, COLOURS[0])
-        axis.scatter(*np.asarray(points).T[:2], s=3, c=colour, cmap="twilight", alpha=0.6, lw=0)
+        points, look = panel, {"color": COLOURS[0]}
+        if isinstance(panel, tuple):
+            points, look = panel[0], {"c": panel[1], "cmap": "turbo"}
+        axis.scatter(*np.asarray(points).T[:2], s=4, alpha=0.6, lw=0, **look)
         axis.set_title(name, fontsize=11)
         axis.set_aspect("equal")
         if limit:

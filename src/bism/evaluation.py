@@ -1,0 +1,56 @@
+"""What can be measured of a trained run, whatever its model."""
+
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .divergence import Fisher
+from .energy import EBLVM, EBM, fisher
+from .likelihood import ENUMERABLE, Grid, free_energy_of, log_partition
+from .models import GaussianRBM
+from .recipe import Scale, restore
+from .training import Run
+
+
+def evaluate(folder: Path) -> dict[str, float]:
+    """Named figures of a run on its held-out data (on the training data if none were held out)."""
+    recipe, run, scale, (train_set, held_out) = restore(folder)
+    v = jnp.asarray(scale.apply(train_set[:2048] if held_out is None else held_out[:2048]))
+    key = jax.random.key(recipe.seed)
+    model, posterior = run.model, run.posterior
+    found = {"own loss": eqx.filter_jit(run.method.validate)(run.state, v, key)}
+    if isinstance(model, EBM) and v.shape[1] <= 64:
+        found["Fisher divergence, less a constant"] = jax.vmap(lambda v: fisher(model, v))(v).mean()
+    if posterior is not None and not posterior.discrete and isinstance(model, EBLVM):
+        noise = eqx.filter_eval_shape(posterior, v[0]).noise(key, (len(v), 8))
+        each = jax.vmap(lambda v, noise: Fisher().loss(model, v, posterior(v), noise))
+        found["Fisher divergence of q from the posterior"] = each(v, noise).mean()
+    log_likelihood = held_out_log_likelihood(run, scale, v)
+    if log_likelihood is not None:
+        found["log-likelihood"] = jnp.asarray(log_likelihood)
+    return {name: float(value) for name, value in found.items()}
+
+
+def held_out_log_likelihood(run: Run, scale: Scale, v: jax.Array) -> float | None:
+    """The mean of log p(v) in the data's own units, where Z can be had: few binary latents, or the plane."""
+    model = run.model
+    if isinstance(model, GaussianRBM) and model.c.size <= ENUMERABLE:
+        values = -jax.vmap(model.free_energy)(v) - log_partition(model)
+    elif v.shape[1] == 2:
+        free_energy = free_energy_of(model, run.posterior, jax.random.key(0))
+        grid = plane(v)
+        log_z = grid.log_integral(-jax.lax.map(free_energy, grid.points, batch_size=1024))
+        values = -jax.vmap(free_energy)(v) - log_z
+    else:
+        return None
+    return float(values.mean() - np.log(scale.scale).sum())
+
+
+def plane(v: jax.Array | np.ndarray, cells: int = 160) -> Grid:
+    """A rectangle twice as wide as the data."""
+    low, high = np.asarray(v.min(0)), np.asarray(v.max(0))
+    margin = 0.5 * (high - low)
+    return Grid(tuple((low - margin).tolist()), tuple((high + margin).tolist()), cells)
