@@ -1,4 +1,4 @@
-"""Strict: 64-bit, no silent broadcasting of ranks, no silent promotion of types, warnings are errors (pyproject.toml)."""
+"""Strict: 64-bit, no silent broadcasting of ranks; warnings are errors, as pyproject.toml says."""
 
 import os
 from pathlib import Path

@@ -80,15 +80,19 @@ class BiSM(Method):
 
     def draw(self, state: State, batch, key) -> tuple[Draw, Draw, Draw]:
         """The noise of one iteration: K draws for the lower steps, the response's, one for the upper loss."""
-        perturb_key, latent_key = jax.random.split(key)
+        perturb_key, lower_key, upper_key = jax.random.split(key, 3)
         first, second = self.lower_steps, self.lower_steps + self.response.draws  # where each one's draws end
         q = eqx.filter_eval_shape(state.posterior, batch[0])
-        h = q.noise(latent_key, (second + 1, len(batch), self.divergence.particles))
+        # Two calls, so that lower noise that an exact expectation never reads is never made.
+        h = q.noise(lower_key, (second, len(batch), self.divergence.particles))
+        upper_h = q.noise(upper_key, (len(batch), self.divergence.particles))
         if self.noise == "shared":
-            upper = Draw(*self.objective.perturb(batch, perturb_key), h[second])
-            return Draw(None, None, h[:first]), Draw(None, None, h[first:second]), upper
+            upper = Draw(*self.objective.perturb(batch, perturb_key), upper_h)
+            return Draw(None, None, h[:first]), Draw(None, None, h[first:]), upper
         keys = jax.random.split(perturb_key, second + 1)
-        draws = Draw(*jax.vmap(lambda key: self.objective.perturb(batch, key))(keys), h)
+        draws = Draw(
+            *jax.vmap(lambda key: self.objective.perturb(batch, key))(keys), jnp.concatenate([h, upper_h[None]])
+        )
         take = lambda part: jax.tree.map(lambda x: x[part], draws)
         return take(slice(first)), take(slice(first, second)), take(second)
 

@@ -18,7 +18,7 @@ def states(units: int) -> Float[Array, "states units"]:
     """All binary vectors of a length."""
     if units > ENUMERABLE:
         raise ValueError(f"{units} hidden units have 2^{units} states; enumeration stops at {ENUMERABLE}. Use AIS.")
-    return ((jnp.arange(2**units)[:, None] >> jnp.arange(units)) & 1).astype(float)
+    return ((jnp.arange(2**units)[:, None] >> jnp.arange(units)[None]) & 1).astype(float)
 
 
 def log_partition(model: GaussianRBM) -> Float[Array, ""]:

@@ -1,0 +1,41 @@
+"""What the latents of an energy capture: moons, rings and eight Gaussians, coloured by the posterior mean of each."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bism
+from bism.data import NAMED
+from bism.report import scatter
+
+
+def main(steps: int = 6_000, stem: str = "latents") -> dict[str, bism.Run]:
+    runs = {}
+    for name in ("moons", "rings", "eight-gaussians"):
+        data = NAMED[name](20_000)
+        run = bism.fit(
+            bism.BiSM(bism.DSM(sigma=0.15), response=bism.Unroll(5), ema=0.999),
+            lambda key: bism.MLPEnergy(2, 2, width=64, key=key),
+            lambda key: bism.GaussianPosterior.mlp(2, 2, width=64, key=key),
+            data=data,
+            steps=steps,
+            progress=f"{name:16s}",
+        )
+        shown = data[:3000]
+        means = np.asarray(jax.vmap(lambda v, q=run.posterior: q(v).mean)(jnp.asarray(shown)))
+        samples = bism.sample(run.model, jax.random.key(1), 3000, shape=(2,), h_shape=(2,))
+        panels = {
+            "data": shown,
+            "samples": samples,
+            "first latent": (shown, means[:, 0]),
+            "second": (shown, means[:, 1]),
+        }
+        scatter(panels).savefig(f"{stem}-{name}.png", dpi=110)
+        runs[name] = run
+    return runs
+
+
+if __name__ == "__main__":
+    main(*(int(x) for x in sys.argv[1:2]))

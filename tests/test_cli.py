@@ -1,0 +1,103 @@
+"""The command line, as a user meets it: in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+
+def bism(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "bism", *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A Gaussian RBM trained by the command line on a table with units of its own."""
+    folder = tmp_path_factory.mktemp("table")
+    rng = np.random.default_rng(0)
+    table = rng.normal([50.0, -3.0, 0.0], [10.0, 0.1, 1.0], (400, 3))
+    np.savetxt(folder / "table.csv", table, delimiter=",", header="a,b,c", comments="")
+    done = bism("train", "table.csv", "--model", "grbm", "--steps", 300, "--batch-size", 50, "--unroll", 1, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder, table, done
+
+
+def test_train_keeps_a_run_folder(trained):
+    folder, _, done = trained
+    run = folder / "runs" / "table-bidsm"
+    assert "report: runs/table-bidsm/report.html" in done.stdout
+    config = json.loads((run / "config.json").read_text())
+    assert config["config"]["steps"] == 300
+    assert config["settings"]["data_shape"] == [360, 3]
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 300
+    assert (run / "report.html").read_text().count("<img") == 3
+    assert sorted(x.name for x in (run / "figures").iterdir()) == ["loss.png", "lower.png", "validation.png"]
+    assert "Warning" not in done.stderr
+
+
+def test_samples_come_in_the_units_of_the_data(trained):
+    folder, table, _ = trained
+    done = bism("sample", "runs/table-bidsm", "--count", 500, "--steps", 100, "--out", "drawn.npy", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    drawn = np.load(folder / "drawn.npy")
+    assert drawn.shape == (500, 3)
+    assert (np.abs(drawn.mean(0) - table.mean(0)) < 0.5 * table.std(0)).all()
+    assert (np.abs(np.log(drawn.std(0) / table.std(0))) < np.log(2)).all()
+
+
+def test_evaluate_prints_a_log_likelihood_in_the_units_of_the_data(trained):
+    folder, table, _ = trained
+    done = bism("evaluate", "runs/table-bidsm", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    value = float(next(line for line in done.stdout.splitlines() if line.startswith("log-likelihood")).split()[-1])
+    entropy = np.log(table.std(0)).sum() + 1.5 * np.log(2 * np.pi * np.e)  # of the Gaussian that made the table
+    assert -entropy - 1.5 < value < -entropy + 0.2
+
+
+def test_an_existing_run_is_neither_lost_nor_mixed(trained):
+    folder, _, _ = trained
+    metrics = folder / "runs" / "table-bidsm" / "metrics.jsonl"
+    before = metrics.read_text()
+    again = ["train", "table.csv", "--model", "grbm", "--steps", 300, "--batch-size", 50, "--unroll", 1]
+    refused = bism(*again, cwd=folder)
+    assert refused.returncode == 1
+    assert "already holds a run" in refused.stderr
+    other = bism(*again, "--resume", "--sigma", 0.5, cwd=folder)
+    assert other.returncode == 1
+    assert "other settings: sigma" in other.stderr
+    assert metrics.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "nowhere.npy"), "no such file"),
+        (("train", "moons", "--method", "magic"), "unknown method 'magic'; choose from bism, bissm, bidsm"),
+        (
+            ("train", "moons", "--model", "grbm", "--divergence", "fisher"),
+            "a discrete h does not have",
+        ),
+        (("train", "moons", "--model", "visible"), "use ScoreMatching"),
+        (("train", "moons", "--method", "dsm"), "use BiSM"),
+        (("train", "moons", "--batch-size", "100000"), "there are 54000 examples"),
+        (("evaluate", "nothing"), "nothing is not a run"),
+        (("reproduce", "checkerboard", "--only", "GAN"), "unknown method 'GAN'"),
+    ],
+)
+def test_mistakes_are_told_in_a_line_or_two(arguments, said, tmp_path):
+    done = bism(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+    assert "Traceback" not in done.stderr
+
+
+def test_version_and_help(tmp_path):
+    assert bism("--version", cwd=tmp_path).stdout.startswith("bism 0.")
+    text = bism("train", "--help", cwd=tmp_path).stdout
+    assert "--lower-steps" in text
+    assert "[default: 20000]" in text
