@@ -25,6 +25,7 @@ from .posterior import (
 from .response import (
     ConjugateGradient as ConjugateGradient,
     FirstOrder as FirstOrder,
+    NaturalGradient as NaturalGradient,
     Neumann as Neumann,
     Response as Response,
     Unroll as Unroll,

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .checks import check_differentiable, check_latent_model
 from .descent import descend
 from .divergence import KL, Divergence, Fisher
-from .energy import EBLVM, surrogate_score
+from .energy import EBLVM, expected_score, surrogate_score
 from .method import Method, State, parameters
 from .objective import Objective
 from .posterior import Posterior
@@ -47,6 +47,16 @@ class LowerLevel(eqx.Module):
 
         return jnp.mean(jax.vmap(one)(v, noise, draw.h))
 
+    def metric(self, phi: PyTree, draw: Draw, tangent: PyTree) -> PyTree:
+        """The mean over the batch of the Fisher information of q(h|ṽ; φ), times a tangent of φ."""
+        v, noise = (draw.v, draw.noise) if self.shared is None else (self.shared.v, self.shared.noise)
+        distributions = lambda phi: jax.vmap(eqx.combine(phi, self.frame))(v)
+        q, moved = jax.jvp(distributions, (phi,), (tangent,))
+        weight = lambda noise: self.objective.lower_weight(noise) / len(v)
+        each = lambda q, t, noise: jax.tree.map(lambda x: x * weight(noise), q.metric(t))
+        (pulled,) = jax.vjp(distributions, phi)[1](jax.vmap(each)(q, moved, noise))
+        return pulled
+
 
 class BiSM(Method):
     """Learn p(v, h) from v alone: K steps of φ on the lower level, then one of θ on the upper."""
@@ -57,6 +67,7 @@ class BiSM(Method):
     lower_steps: int = eqx.field(static=True, default=5)
     lower_optimizer: optax.GradientTransformation | None = eqx.field(static=True, default=None)
     noise: Literal["shared", "fresh"] = eqx.field(static=True, default="shared")
+    score: Literal["sampled", "expected"] = eqx.field(static=True, default="sampled")
 
     # Shared: the K steps, the response and the upper loss see one perturbed batch ṽ, as Ĵ and Ĝ of the paper's text do,
     # and an encoder of ṽ runs once. Fresh: each has its own, as in the paper's experiments. Noise of h is always fresh.
@@ -122,6 +133,8 @@ class BiSM(Method):
         """Ĵ(θ, φ), the batch mean of F(∇ᵥ log p̃(v, h)/q(h|v), ε, v) at h ~ q."""  # Eqn (8)
 
         def one(v, noise, h_noise):
+            if self.score == "expected":
+                return self.objective.loss(expected_score(theta, posterior), v, noise)
             # h is drawn at v and then held: the score's ∇ᵥ does not pass through it, the gradient in φ does.
             h = posterior(v).sample(h_noise[0])
             return self.objective.loss(surrogate_score(theta, posterior, h), v, noise)

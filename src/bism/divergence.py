@@ -27,9 +27,9 @@ class Divergence(eqx.Module):
 class KL(Divergence):
     """KL(q‖p) less log p(v) + log Z, which do not depend on φ: E_q[E(v, h) + log q(h|v)]."""  # Eqn (10)
 
-    # Where the energy is linear in h, the expectation is E(v, E_q[h]) − H(q), with no sample and no relaxation. It is the
-    # default: one relaxed sample, as in the paper, has variance and, since the relaxed bit's mean is not q's, a bias that
-    # moves φ* away from the true posterior. `exact=False` is the paper's.
+    # Where the energy is linear in h the expectation is E(v, E_q[h]) − H(q), without sample or relaxation: the default.
+    # One relaxed sample, as in the paper, has variance and, its mean not being that of q, a bias that moves φ*
+    # away from the true posterior. `exact=False` is the paper's.
     particles: int = eqx.field(static=True, default=1)
     exact: bool = eqx.field(static=True, default=True)
 

@@ -55,6 +55,12 @@ def surrogate_score(model: EBLVM, posterior: Posterior, h: Latent) -> Score:
     return jax.grad(lambda v: -model.energy(v, h) - posterior(v).log_prob(h))
 
 
+def expected_score(model: EBLVM, posterior: Posterior) -> Score:
+    """E_q[∇ᵥ log p̃(v, h)/q(h|v)] = −E_q[∇ᵥE(v, h)], without a sample where the energy is linear in h."""
+    # E_q[∇ᵥ log q(h|v)] = 0, and −∇ᵥE(v, ·) is linear too, so that its mean is its value at the mean.
+    return lambda v: -jax.grad(model.energy)(v, posterior(v).mean)
+
+
 def trace_of_jacobian(field: Score, v: Visible) -> Scalar:
     flat = v.ravel()
     on_flat = lambda x: field(x.reshape(v.shape)).ravel()

@@ -5,7 +5,7 @@ Sampling is a pure function of explicit noise, so that every gradient of a sampl
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -38,6 +38,10 @@ class Distribution(eqx.Module):
     @abstractmethod
     def mean(self) -> Latent: ...
 
+    @abstractmethod
+    def metric(self, tangent: Any) -> "Distribution":
+        """The Fisher information of the parameters times a tangent of them: KL's Hessian where q is the posterior."""
+
 
 class Gaussian(Distribution):
     loc: Latent
@@ -57,6 +61,9 @@ class Gaussian(Distribution):
     def log_prob(self, h):
         z = (h - self.loc) * jnp.exp(-self.log_std)
         return jnp.sum(-0.5 * z**2 - self.log_std - 0.5 * jnp.log(2 * jnp.pi))
+
+    def metric(self, tangent):
+        return Gaussian(jnp.exp(-2 * self.log_std) * tangent.loc, 2 * tangent.log_std)
 
     def entropy(self):
         return jnp.sum(self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e))
@@ -86,6 +93,10 @@ class Bernoulli(Distribution):
     def log_prob(self, h):
         # The Bernoulli mass at a relaxed h, not the density of the relaxed variable: the two agree at the corners.
         return jnp.sum(h * self.logits - jax.nn.softplus(self.logits))
+
+    def metric(self, tangent):
+        p = self.mean
+        return Bernoulli(p * (1 - p) * tangent.logits, self.temperature, self.straight_through)
 
     def entropy(self):
         return jnp.sum(jax.nn.softplus(self.logits) - self.mean * self.logits)

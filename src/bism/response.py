@@ -28,6 +28,10 @@ class Lower(Protocol):
 
     def __call__(self, theta: PyTree, phi: Phi, draw: Any) -> jax.Array: ...
 
+    def metric(self, phi: Phi, draw: Any, tangent: Phi) -> Phi:
+        """The Fisher information of q(·; φ), averaged over the batch, times a tangent."""
+        ...
+
 
 class Response(eqx.Module):
     @property
@@ -84,10 +88,14 @@ class Implicit(Response):
         return 1
 
     def __call__(self, theta, phi, lower):
-        return implicit(theta, jax.lax.stop_gradient(phi), lower, self.solve)
+        return implicit(theta, jax.lax.stop_gradient(phi), lower, self)
+
+    def curvature(self, theta: PyTree, phi: Phi, lower: Lower, draw: Any) -> Callable[[Phi], Phi]:
+        """x ↦ Hx"""
+        return jax.linearize(jax.grad(lambda phi: lower(theta, phi, draw)), phi)[1]
 
     @abstractmethod
-    def solve(self, hvp: Callable[[Phi], Phi], b: Phi) -> Phi:
+    def solve(self, curvature: Callable[[Phi], Phi], b: Phi) -> Phi:
         """An approximation of H⁻¹b."""
 
 
@@ -101,10 +109,10 @@ class Neumann(Implicit):
         if self.terms < 1 or not self.alpha > 0:
             raise ValueError("Neumann: needs terms >= 1 and alpha > 0.")
 
-    def solve(self, hvp, b):
+    def solve(self, curvature, b):
         def term(carry, _):
             p, total = carry
-            p = jax.tree.map(lambda x, hx: x - self.alpha * hx, p, hvp(p))
+            p = jax.tree.map(lambda x, hx: x - self.alpha * hx, p, curvature(p))
             return (p, jax.tree.map(jnp.add, total, p)), None
 
         (_, total), _ = jax.lax.scan(term, (b, b), length=self.terms - 1)
@@ -124,35 +132,40 @@ class ConjugateGradient(Implicit):
         if self.iterations < 1 or self.damping < 0:
             raise ValueError("ConjugateGradient: needs iterations >= 1 and damping >= 0.")
 
-    def solve(self, hvp, b):
+    def solve(self, curvature, b):
         def damped(x):
-            return jax.tree.map(lambda x, hx: hx + self.damping * x, x, hvp(x))
+            return jax.tree.map(lambda x, hx: hx + self.damping * x, x, curvature(x))
 
         return jax.scipy.sparse.linalg.cg(damped, b, tol=self.tolerance, maxiter=self.iterations)[0]
 
 
-Solve = Callable[[Callable[[Phi], Phi], Phi], Phi]
+class NaturalGradient(ConjugateGradient):
+    """As ConjugateGradient, with the Fisher information of q in place of the Hessian. For the KL divergence."""
+
+    # The two agree where q is the true posterior. Elsewhere a minibatch's Hessian may be indefinite, and its solve
+    # explode; the Fisher information never is. On a batch of fewer examples than q has weights a unit, the solve then
+    # lets each φ-path follow θ's on that batch exactly, up to the damping, which may be small.
+    iterations: int = eqx.field(static=True, default=10)
+    damping: float = eqx.field(static=True, default=1e-3)
+
+    def curvature(self, theta, phi, lower, draw):
+        return lambda x: lower.metric(phi, draw, x)
 
 
 @eqx.filter_custom_vjp
-def implicit(theta: PyTree, phi: Phi, lower: Lower, solve: Solve) -> Phi:
+def implicit(theta: PyTree, phi: Phi, lower: Lower, response: Implicit) -> Phi:
     """φ⁰, with the derivative −H⁻¹ ∂²Ĝ/∂φ∂θ that the implicit function theorem gives φ*(θ) there."""
     return phi
 
 
 @implicit.def_fwd
-def _(perturbed, theta, phi, lower, solve):
+def _(perturbed, theta, phi, lower, response):
     return phi, None
 
 
 @implicit.def_bwd
-def _(residuals, cotangent, perturbed, theta, phi, lower, solve):
+def _(residuals, cotangent, perturbed, theta, phi, lower, response):
     draw = jax.tree.map(lambda x: x[0], lower.draws)
-
-    def gradient(theta, phi):
-        return jax.grad(lambda phi: lower(theta, phi, draw))(phi)
-
-    _, hvp = jax.linearize(lambda phi: gradient(theta, phi), phi)
-    x = solve(hvp, cotangent)
-    _, pull = eqx.filter_vjp(lambda theta: gradient(theta, phi), theta)
+    x = response.solve(response.curvature(theta, phi, lower, draw), cotangent)
+    _, pull = eqx.filter_vjp(lambda theta: jax.grad(lambda phi: lower(theta, phi, draw))(phi), theta)
     return jax.tree.map(jnp.negative, pull(x)[0])
