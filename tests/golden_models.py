@@ -1,7 +1,7 @@
 """Models and posteriors of the golden files, a latent-variable model known in closed form, and how closely to agree."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,8 +12,15 @@ from bism import EBLVM, EBM, BernoulliPosterior, GaussianPosterior, GaussianRBM
 
 THETA = ("b", "c", "W", "log_sigma")
 
-# Most of these functions are called once: they compile longer than they run.
-quick_jit = partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0})
+
+def quick_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """For what is called once, and compiles longer than it runs."""
+    return eqx.filter_jit(fn, compiler_options={"xla_backend_optimization_level": 0})  # pyright: ignore[reportCallIssue]
+
+
+def each(fn, *args):
+    """`fn` of each example."""
+    return quick_jit(lambda *args: jax.vmap(fn)(*args))(*(jnp.asarray(x) for x in args))
 
 
 def close(actual, expected, rtol=1e-9, of_largest=None):

@@ -42,10 +42,12 @@ def test_what_is_logged_changes_nothing(plain):
     assert plain.curve("mean")[1][-1] == pytest.approx(plain.model.b.mean())
 
     seen = []
-    other = fit(log_every=5, evaluate_every=7, callbacks=[lambda run: seen.append((run.step, len(run.history)))])
+    note = lambda run: seen.append((run.step, len(run.history)))
+    other = fit(log_every=5, evaluate_every=7, checkpoint_every=12, callbacks=[note])
     assert bits(other.state) == bits(plain.state)
     steps, losses = other.curve("loss")
-    assert seen == [(step, i + 1) for i, step in enumerate([1, 5, 7, 10, 12])] == list(zip(steps, range(1, 6)))
+    assert seen == [(step, i + 1) for i, step in enumerate([1, 5, 7, 10, 12])]
+    assert steps.tolist() == [1, 5, 7, 10, 12]
     fine = plain.curve("loss")[1]
     np.testing.assert_allclose(losses, [fine[a:b].mean() for a, b in [(0, 1), (1, 5), (5, 7), (7, 10), (10, 12)]])
 
@@ -118,7 +120,7 @@ def test_validation_keeps_the_best_state():
     assert run.best.memory[1].tolist() == [6] * 3
     assert run.best.memory[0].sum(-1).tolist() == [8.0 * (6 - start) for start in starts]
     steps, losses = run.curve("validation")
-    np.testing.assert_array_equal(losses, (starts + steps[:, None] - 6.0) ** 2 + 3)
+    np.testing.assert_array_equal(losses, (np.add.outer(steps, starts) - 6.0) ** 2 + 3)
     assert run.loop.best_loss.tolist() == [3.0] * 3
     unvalidated = fit(Clock(), data=np.arange(16.0)[:, None])
     assert unvalidated.best is unvalidated.state
@@ -147,7 +149,7 @@ def test_schedule_and_clipping():
     points = []
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(lambda count: jnp.where(count < 3, 0.1, 0.0)))
     method = bism.MaximumLikelihood(optimizer=optimizer)
-    flat = lambda run: np.concatenate([np.ravel(x) for x in jax.tree.leaves(run.state.model)])
+    flat = lambda run: np.concatenate([np.ravel(x).copy() for x in jax.tree.leaves(run.state.model)])
     fit(method, data=10 * DATA, steps=5, log_every=1, callbacks=[lambda run: points.append(flat(run))])
     moves = np.linalg.norm(np.diff(points, axis=0), axis=1)
     np.testing.assert_allclose(moves, [0.05, 0.05, 0, 0], atol=1e-12)
@@ -196,18 +198,17 @@ def test_learns_a_known_model_back(truth, method, posterior, short):
     best = bism.log_likelihood(model, v[3000:]).mean()
     before = bism.log_likelihood(bism.GaussianRBM(2, 2, key=KEY), v[3000:]).mean()
     after = bism.log_likelihood(run.model, v[3000:]).mean()
-    print(before, after, best)
     assert before < best - 0.3
     assert best - short < after < best + 0.02
 
 
-@pytest.mark.parametrize("divergence", [bism.KL(), bism.Fisher()])
+@pytest.mark.parametrize("divergence", [bism.KL(), bism.Fisher()], ids=["KL", "Fisher"])
 def test_bism_learns_the_covariance_of_gaussian_data(divergence):
-    truth = gaussian_eblvm()
-    v = jax.random.multivariate_normal(KEY, truth.mean, truth.covariance, (2000,))
-    start = jax.tree.map(lambda x: 0.3 * x, truth)
-    method = bism.BiSM(bism.SM(), divergence, bism.Unroll(2), 3, optimizer=ADAM)
-    run = fit(method, start, other_posterior(start), v, 1500, 100)
-    print(start.covariance, run.model.covariance, jnp.cov(v.T), truth.covariance)
-    np.testing.assert_allclose(run.model.covariance, jnp.cov(v.T), atol=0.08)
-    np.testing.assert_allclose(run.model.mean, v.mean(0), atol=0.08)
+    covariance = jnp.array([[1.0, 0.6], [0.6, 0.8]])
+    v = jax.random.multivariate_normal(KEY, jnp.array([0.5, -0.3]), covariance, (2000,))
+    start = jax.tree.map(lambda x: 0.3 * x, gaussian_eblvm())
+    optimizer = bism.adam(optax.cosine_decay_schedule(1e-2, 1500))
+    method = bism.BiSM(bism.DSM(0.5), divergence, bism.Unroll(2), optimizer=optimizer, lower_optimizer=ADAM)
+    model = fit(method, start, other_posterior(start), v, 1500, 100).model
+    np.testing.assert_allclose(model.covariance, jnp.cov(v.T) + 0.25 * jnp.eye(2), atol=0.05)
+    np.testing.assert_allclose(model.mean, v.mean(0), atol=0.05)

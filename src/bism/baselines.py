@@ -121,6 +121,10 @@ class NCE(Method):
 
     nu: float = eqx.field(static=True, default=1.0)
 
+    def __check_init__(self):
+        if not self.nu > 0:
+            raise ValueError(f"NCE: nu, the ratio of noise to data, must be positive, got {self.nu}.")
+
     def init(self, model, posterior=None, *, batch, key):
         check_visible_model("NCE", model, batch[0])
         return self.start(model, memory=jnp.zeros(()))
@@ -149,6 +153,10 @@ class VNCE(Method):
     lower_steps: int = eqx.field(static=True, default=5)
     nu: float = eqx.field(static=True, default=1.0)
     lower_optimizer: Optimizer | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        if self.particles < 1 or self.lower_steps < 0 or not self.nu > 0:
+            raise ValueError("VNCE: particles must be at least 1, lower_steps not negative and nu positive.")
 
     def init(self, model, posterior=None, *, batch, key):
         check_latent_model("VNCE", model, posterior, batch[0])

@@ -114,20 +114,17 @@ class BiSM(Method):
         shared = upper_draw if lower_draws.v is None else None
         lower = LowerLevel(self.divergence, self.objective, shared, frame, self._lower_optimizer)
 
-        phi0, opt_state, metrics = phi, state.lower_opt_state, {}
-        if self.lower_steps:
-            loss = lambda phi, draw: lower(theta, phi, draw)
-            phi0, opt_state, values = descend(loss, lower.optimizer, phi, opt_state, lower_draws)  # Eqn (12)
-            metrics = {"lower": values[-1]}
+        loss = lambda phi, draw: lower(theta, phi, draw)
+        phi0, opt_state, values = descend(loss, lower.optimizer, phi, state.lower_opt_state, lower_draws)  # Eqn (12)
         lower = replace(lower, opt_state=opt_state, draws=response_draws)
 
         def upper(theta):  # Ĵ(θ, φ̂(θ))
             return self.upper(theta, eqx.combine(self.response(theta, phi0, lower), frame), upper_draw)
 
-        loss, gradient = eqx.filter_value_and_grad(upper)(theta)  # Eqn (15)
+        value, gradient = eqx.filter_value_and_grad(upper)(theta)  # Eqn (15)
         state = self.ascend(state, (gradient, None))
         state = replace(state, posterior=eqx.combine(phi0, frame), lower_opt_state=opt_state)
-        return state, {"loss": loss} | metrics
+        return state, {"loss": value} | ({"lower": values[-1]} if self.lower_steps else {})
 
     def upper(self, theta: EBLVM, posterior: Posterior, draw: Draw) -> jax.Array:
         """Ĵ(θ, φ), the batch mean of F(∇ᵥ log p̃(v, h)/q(h|v), ε, v) at h ~ q."""  # Eqn (8)

@@ -34,8 +34,9 @@ class Checkpoints:
 
     def save(self, step: int, state: PyTree) -> None:
         leaves = [np.asarray(x) for x in jax.tree.leaves(_data(state))]
-        if step in self.steps:
-            self._manager.delete(step)
+        for later in self.steps:
+            if later >= step:  # unreadable, or of a run that went on from before it
+                self._manager.delete(later)
         self._manager.save(step, args=self._ocp.args.StandardSave({"leaves": leaves}))
 
     def restore(self, like: PyTree, step: int | None = None) -> tuple[int, Any]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 def as_data(x: Any, name: str = "data", like: Array | None = None) -> Float[Array, "count ..."]:
     """`x` on the device in the working precision, or an error that says what is wrong with it and what to do."""
     if isinstance(x, (str, Path)):
-        x = load_file(Path(x))
+        x = load(str(x))
     x = np.asarray(x) if not isinstance(x, jnp.ndarray) else x
     if x.ndim < 2:
         raise ValueError(f"{name} must have one example a row, shape (count, ...); it has shape {tuple(x.shape)}.")
@@ -40,23 +40,33 @@ def load_file(path: Path) -> np.ndarray:
         raise FileNotFoundError(
             f"{path}: no such file. Name a .npy, .npz or .csv, or one of: {', '.join(sorted(NAMED))}."
         )
+    readers = {".npy": _read_npy, ".npz": _read_npz, ".csv": _read_text, ".txt": _read_text}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; use .npy, .npz or .csv.")
     try:
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False)
-        if path.suffix == ".npz":
-            arrays = dict(np.load(path, allow_pickle=False))
-            names = [n for n in ("x_train", "images", "data", "X", "x") if n in arrays] or list(arrays)
-            if len(arrays) > 1 and names == list(arrays):
-                raise ValueError(f"it has several arrays ({', '.join(arrays)}) and none is called x_train or data")
-            return arrays[names[0]]
-        if path.suffix in (".csv", ".txt"):
-            delimiter = "," if path.suffix == ".csv" else None
-            rows = np.genfromtxt(path, delimiter=delimiter, dtype=np.float32)
-            header = rows.ndim == 2 and np.isnan(rows[0]).all()
-            return rows[1:] if header else rows
-    except (ValueError, OSError, EOFError) as error:
+        return readers[path.suffix](path)
+    except Exception as error:  # a broken file raises whatever its reader stumbles on
         raise ValueError(f"{path} cannot be read as an array: {error}") from error
-    raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; use .npy, .npz or .csv.")
+
+
+def _read_npy(path):
+    with path.open("rb") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def _read_npz(path):
+    with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as arrays:
+        names = [name for name in ("x_train", "images", "data", "X", "x") if name in arrays] or list(arrays)
+        if not names:
+            raise ValueError("it has no arrays")
+        if len(arrays) > 1 and names == list(arrays):
+            raise ValueError(f"it has several arrays ({', '.join(arrays)}) and none is called x_train or data")
+        return arrays[names[0]]
+
+
+def _read_text(path):
+    rows = np.genfromtxt(path, delimiter="," if path.suffix == ".csv" else None, dtype=np.float32, ndmin=2)
+    return rows[1:] if len(rows) > 1 and np.isnan(rows[0]).all() else rows  # without the line of names
 
 
 def checkerboard(count: int, seed: int = 0) -> np.ndarray:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
@@ -23,6 +24,9 @@ def descend(
 
     Rematerialised, only (φ, optimiser state) is kept of each step for a later backward pass.
     """
+    steps = len(jax.tree.leaves(draws)[0])
+    if steps == 0:
+        return phi, opt_state, jnp.zeros(0)
     value_and_grad = hoist(jax.value_and_grad(loss), phi, jax.tree.map(lambda x: x[0], draws))
 
     def step(carry, draw):
@@ -31,7 +35,6 @@ def descend(
         updates, opt_state = optimizer.update(gradient, opt_state, phi)
         return (optax.apply_updates(phi, updates), opt_state), value
 
-    unroll = value_and_grad.unroll(len(jax.tree.leaves(draws)[0]))
     body = jax.checkpoint(step) if rematerialise else step
-    (phi, opt_state), values = jax.lax.scan(body, (phi, opt_state), draws, unroll=unroll)
+    (phi, opt_state), values = jax.lax.scan(body, (phi, opt_state), draws, unroll=value_and_grad.unroll(steps))
     return phi, opt_state, values

@@ -14,6 +14,10 @@ from .posterior import Distribution
 class Divergence(eqx.Module):
     particles: eqx.AbstractVar[int]  # samples of h for each v
 
+    def __check_init__(self):
+        if self.particles < 1:
+            raise ValueError(f"{type(self).__name__}: particles must be at least 1, got {self.particles}.")
+
     def loss(self, model: EBLVM, v: Visible, q: Distribution, noise: Latent) -> Scalar:
         """An estimate of D(q ‖ p(·|v)), up to a constant of φ, from the noise of `particles` samples."""
         energy = model.given(v)

@@ -43,6 +43,10 @@ class Method(eqx.Module):
     optimizer: optax.GradientTransformation = eqx.field(static=True, default=adam(), kw_only=True)
     ema: float | None = eqx.field(static=True, default=None, kw_only=True)  # the decay of the average of θ
 
+    def __check_init__(self):
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"{type(self).__name__}: ema, the decay of the average, must be between 0 and 1.")
+
     @abstractmethod
     def init(self, model: Model, posterior: Posterior | None = None, *, batch: Batch, key: PRNGKeyArray) -> State:
         """The first state. `batch` is one batch of the data, for shapes and for chains that start at the data."""

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .checkpoint import Checkpoints, require_space
 from .data import as_data
 from .energy import EBLVM, EBM
-from .method import Method, State
+from .method import Method, State, parameters
 from .posterior import Posterior
 from .progress import Progress
 
@@ -123,10 +123,12 @@ def fit(
     """
     data = as_data(data, "data")
     held_out = None if validation is None else as_data(validation, "validation", like=data)
-    _check_counts(data, steps=steps, batch_size=batch_size, seeds=seeds, keep=keep)
+    log_every = max(steps // 100, 1) if log_every is None else log_every
+    evaluate_every = max(steps // 10, 1) if evaluate_every is None else evaluate_every
+    checkpoint_every = max(steps // 10, 1) if checkpoint_every is None else checkpoint_every
+    intervals = {"log_every": log_every, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+    _check_counts(data, steps=steps, batch_size=batch_size, seeds=1 if seeds is None else seeds, keep=keep, **intervals)
     key = jax.random.key(key) if isinstance(key, int) else key
-    log_every = log_every or max(steps // 100, 1)
-    evaluate_every = evaluate_every or max(steps // 10, 1)
 
     if folder is not None:
         folder = Path(folder)
@@ -152,42 +154,49 @@ def fit(
         if resume and checkpoints.steps:
             run.step, loop = checkpoints.restore(loop)
             arrays = eqx.filter(loop, eqx.is_array)
-            run.history = _truncate(folder / "metrics.jsonl", run.step)
+        run.history = _truncate(folder / "metrics.jsonl", run.step)
         settings = {"steps": steps, "batch_size": batch_size, "seeds": seeds, "data_shape": list(data.shape)}
         settings["validated"] = held_out is not None
         _write_config(folder, method, key, settings, config)
-    checkpoint_every = checkpoint_every or max(steps // 10, 1)
-
     started, begun_at = time.perf_counter(), run.step
     bar = Progress(steps, progress, start=run.step)
-    record: dict[str, Any] = {}
+    pending = None  # what the last chunk returned, until it is recorded
+
+    def settle() -> None:
+        """Record the last chunk: on the way, or when an interruption came before it was."""
+        nonlocal arrays, pending
+        if pending is None:
+            return
+        metrics, bad = pending
+        _stop_if_bad(bad, checkpoints)
+        run.seconds = time.perf_counter() - started
+        record = {"step": run.step, "seconds": round(run.seconds, 3)} | _host(metrics)
+        if run.step % evaluate_every == 0 or run.step == steps:
+            record |= _host(run_evaluations(arrays))
+            if held_out is not None:
+                arrays, losses = run_validation(arrays, held_out, loop_key)
+                record["validation"] = _host(losses)
+        pending = None
+        run.history.append(record)
+        run.loop = eqx.combine(jax.tree.map(jnp.copy, arrays) if callbacks else arrays, static)
+        if folder is not None:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        if checkpoints and (run.step % checkpoint_every == 0 or run.step == steps):
+            checkpoints.save(run.step, run.loop)
+        bar.update(run.step, (run.step - begun_at) / run.seconds, record)
+
     try:
         while run.step < steps:
             stop = min(_next(run.step, every, steps) for every in (log_every, evaluate_every, checkpoint_every))
             stop = stop if run.step else 1  # the first iteration alone, so that a mistake shows at once
-            arrays, metrics, bad = run_chunk(arrays, run.step, stop - run.step, loop_key, data)
+            arrays, *pending = run_chunk(arrays, run.step, stop - run.step, loop_key, data)
             run.step = stop
-            run.seconds = time.perf_counter() - started
-            _stop_if_bad(bad, checkpoints)
-            record = {"step": stop, "seconds": round(time.perf_counter() - started, 3)} | _host(metrics)
-            if stop % evaluate_every == 0 or stop == steps:
-                record |= _host(run_evaluations(arrays))
-                if held_out is not None:
-                    arrays, losses = run_validation(arrays, held_out, loop_key)
-                    record["validation"] = _host(losses)
-            run.history.append(record)
-            run.loop = eqx.combine(arrays, static)
-            if folder is not None:
-                with (folder / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-            if checkpoints and (stop % checkpoint_every == 0 or stop == steps):
-                checkpoints.save(stop, run.loop)
-            elapsed = time.perf_counter() - started
-            bar.update(stop, (stop - begun_at) / elapsed, record)
+            settle()
             for callback in callbacks:
                 callback(run)
     except KeyboardInterrupt:
-        run.loop = eqx.combine(arrays, static)
+        settle()
         if checkpoints and run.step:
             checkpoints.save(run.step, run.loop)
             bar.say(f"Interrupted at iteration {run.step}; resume=True goes on from there.")
@@ -256,6 +265,9 @@ def _chunk(method, static, batch_size):
             return eqx.filter(loop, eqx.is_array), jax.tree.map(jnp.add, totals, metrics), bad
 
         arrays, totals, bad = jax.lax.fori_loop(start, start + count, iteration, (arrays, totals, jnp.array(-1)))
+        # The last update may have spoilt what the next loss would show.
+        spoilt = ~jnp.all(jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(parameters(arrays.state))]))
+        bad = jnp.where((bad < 0) & spoilt, start + count - 1, bad)
         return arrays, {name: total / count for name, total in totals.items()}, bad
 
     return chunk
@@ -309,8 +321,8 @@ def _stop_if_bad(bad, checkpoints):
     raise Diverged(f"The loss{which} is not finite at iteration {iteration}. {hint}")
 
 
-def _check_counts(data, *, steps, batch_size, seeds, keep):
-    for name, value in {"steps": steps, "batch_size": batch_size, "seeds": seeds or 1, "keep": keep}.items():
+def _check_counts(data, *, batch_size, **counts):
+    for name, value in {"batch_size": batch_size, **counts}.items():
         if value < 1:
             raise ValueError(f"fit: {name} must be at least 1, got {value}.")
     if batch_size > len(data):

@@ -1,0 +1,201 @@
+"""What goes wrong is said at once and by name, and what was had before it is kept."""
+
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import bism
+from bism import training
+
+KEY = jax.random.key(0)
+DATA = np.random.default_rng(0).normal(size=(16, 2))
+
+
+class Scaled(bism.EBM):
+    """F(v) = ½ a ‖v‖², whose score matching loss is ½ a² ‖v‖² − 2a."""
+
+    a: jax.Array
+
+    def free_energy(self, v):
+        return 0.5 * self.a * jnp.sum(v**2)
+
+
+def fit(method=None, model=Scaled(jnp.array(1.0)), posterior=None, *, rate=0.01, steps=12, batch_size=16, **settings):
+    method = method or bism.ScoreMatching(bism.SM(), optimizer=optax.sgd(rate))
+    settings = {"data": DATA, "key": KEY, "progress": False} | settings
+    return bism.fit(method, model, posterior, steps=steps, batch_size=batch_size, **settings)
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+class Free(bism.EBM):
+    function: object = eqx.field(static=True)
+
+    def free_energy(self, v):
+        return self.function(v)
+
+
+class Joint(bism.EBLVM):
+    function: object = eqx.field(static=True)
+
+    def energy(self, v, h):
+        return self.function(v) + jnp.sum(h)
+
+
+POSTERIOR = bism.GaussianPosterior.mlp(2, 3, width=4, depth=1, key=KEY)
+BILEVEL = bism.BiSM(bism.DSM(0.5), response=bism.FirstOrder())
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda v: v**2, r"shape \(2,\) and type float64"),
+        (lambda v: jnp.sum(v**2, keepdims=True), r"shape \(1,\) and type float64"),
+        (lambda v: jnp.sum(v > 0), r"shape \(\) and type int64"),
+        (lambda v: (jnp.sum(v), jnp.sum(v)), "tuple"),
+        (lambda v: 0.0, "float"),
+        (lambda v: None, "NoneType"),
+    ],
+)
+def test_an_energy_is_one_number(function, found):
+    with pytest.raises(ValueError, match=rf"Free.free_energy\(v\) must return one floating-point.* it returns {found}"):
+        fit(model=Free(function))
+
+
+def test_a_joint_energy_is_one_number():
+    with pytest.raises(ValueError, match=r"Joint.energy\(v, h\) must return one floating-point number; .*shape \(2,\)"):
+        fit(BILEVEL, Joint(lambda v: v), POSTERIOR)
+
+
+def test_posterior_of_another_size():
+    posterior = bism.GaussianPosterior.mlp(3, 3, width=4, depth=1, key=KEY)
+    with pytest.raises(ValueError, match=r"The posterior does not take arguments of shape \(2,\): "):
+        fit(BILEVEL, Joint(jnp.sum), posterior)
+
+
+def test_energy_not_finite(tmp_path):
+    with pytest.raises(bism.Diverged, match=r"not finite at iteration 1\. The energy.* on the first batch: look there"):
+        fit(model=Free(lambda v: jnp.sum(v**2) / 0), folder=tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("*/default"))
+
+
+def test_one_of_the_seeds_is_not_finite():
+    keys = jax.random.split(KEY, 4)
+    bad = [bool(jax.random.bernoulli(jax.random.split(key, 4)[0])) for key in keys]
+    assert True in bad
+    assert False in bad
+    make = lambda key: Scaled(jnp.where(jax.random.bernoulli(key), jnp.nan, 1.0))
+    with pytest.raises(bism.Diverged, match=f"loss of seed {bad.index(True)} is not finite at iteration 1"):
+        fit(model=make, seeds=4)
+
+
+def test_diverged(tmp_path):
+    a, iteration, square = 1.0, 0, np.mean(np.sum(DATA**2, 1))
+    with np.errstate(over="ignore"):
+        while np.isfinite(0.5 * np.float64(a) ** 2 * square):  # the run by hand, while its loss is finite
+            a, iteration = a - 1e3 * (a * square - 2), iteration + 1
+    assert iteration > 20
+
+    good = iteration // 10 * 10
+    told = rf"not finite at iteration {iteration + 1}\. A smaller learning rate.* {tmp_path}/checkpoints/{good}\."
+    with pytest.raises(bism.Diverged, match=told):
+        fit(rate=1e3, steps=1000, folder=tmp_path, log_every=7, checkpoint_every=10)
+    method = bism.ScoreMatching(bism.SM(), optimizer=optax.sgd(1e3))
+    run = bism.load(tmp_path, method, Scaled(jnp.array(1.0)))
+    assert run.step == good
+    assert np.isfinite(run.model.a)
+
+
+class Rooted(bism.EBM):
+    """Its loss is finite where its gradient is not."""
+
+    a: jax.Array
+
+    def free_energy(self, v):
+        return 0.5 * (1 + jnp.sqrt(self.a)) * jnp.sum(v**2)
+
+
+def test_the_last_good_state_is_finite(tmp_path):
+    with pytest.raises(bism.Diverged, match=r"not finite at iteration"):
+        fit(model=Rooted(jnp.array(0.0)), folder=tmp_path, checkpoint_every=1)
+    for path in (tmp_path / "checkpoints").glob("[0-9]*"):
+        method = bism.ScoreMatching(bism.SM(), optimizer=optax.sgd(0.01))
+        run = bism.load(tmp_path, method, Rooted(jnp.array(0.0)), step=int(path.name))
+        assert np.isfinite(run.model.a)
+
+
+def contents(folder):
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_not_overwritten(tmp_path):
+    fit(folder=tmp_path, steps=2)
+    before = contents(tmp_path)
+    assert any("checkpoints" in path.parts for path in before)
+    with pytest.raises(FileExistsError, match="already holds a run. Give resume=True"):
+        fit(folder=tmp_path, steps=2)
+    assert contents(tmp_path) == before
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return fit(batch_size=8, validation=DATA[:4], checkpoint_every=5)
+
+
+@pytest.mark.parametrize("when", [5, 7])
+def test_interrupted(uninterrupted, tmp_path, capsys, when):
+    def interrupt(run):
+        if run.step == when:
+            raise KeyboardInterrupt
+
+    settings = {"batch_size": 8, "validation": DATA[:4], "checkpoint_every": 5, "folder": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        fit(callbacks=[interrupt], **settings)
+    assert f"Interrupted at iteration {when}; resume=True" in capsys.readouterr().err
+    seen = []
+    run = fit(resume=True, callbacks=[lambda run: seen.append(run.step)], **settings)
+    assert seen == list(range(when + 1, 13))
+    assert bits(run.loop) == bits(uninterrupted.loop)
+    assert [row["loss"] for row in run.history] == [row["loss"] for row in uninterrupted.history]
+
+
+def test_interrupted_before_the_record(uninterrupted, tmp_path, monkeypatch):
+    host, calls = training._host, []
+
+    def interrupt(tree):
+        calls.append(tree)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return host(tree)
+
+    settings = {"batch_size": 8, "validation": DATA[:4], "checkpoint_every": 5, "folder": tmp_path}
+    monkeypatch.setattr(training, "_host", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fit(**settings)
+    run = fit(resume=True, **settings)
+    assert [row["step"] for row in run.history] == [row["step"] for row in uninterrupted.history]
+
+
+def test_a_failing_callback_is_heard(tmp_path):
+    def fail(run):
+        if run.step == 7:
+            raise RuntimeError("no more paper")
+
+    with pytest.raises(RuntimeError, match="no more paper"):
+        fit(folder=tmp_path, callbacks=[fail], checkpoint_every=5)
+    assert fit(folder=tmp_path, resume=True).step == 12
+
+
+def test_import_is_light():
+    heavy = {"matplotlib", "sklearn", "orbax", "typer", "rich", "pandas"}
+    code = f"import sys, bism; print(sorted({heavy} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

@@ -1,0 +1,216 @@
+"""Chains against closed forms. Unadjusted Langevin on ½x² has variance T/(1 − ε²/4), adjusted T, whatever the step."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_models import close, gaussian_eblvm, quick_jit, random_grbm
+
+from bism import (
+    EBLVM,
+    AnnealedLangevin,
+    Gibbs,
+    Grid,
+    Kernel,
+    Langevin,
+    MLPFreeEnergy,
+    chain,
+    denoise,
+    sample,
+    trajectory,
+)
+from bism.likelihood import states
+from bism.sampling import langevin_move, normal_like, paper_temperatures
+
+KEY = jax.random.key(0)
+GRBM, GAUSS = random_grbm(2, 3), gaussian_eblvm()
+half_square = lambda x: 0.5 * jnp.sum(x**2)
+
+
+def check_mean(samples, mean, std=None, z=4.5):
+    """The mean of independent samples, within its standard error."""
+    samples, mean = np.asarray(samples), np.asarray(mean)
+    error = (samples.std(0) if std is None else std) / len(samples) ** 0.5
+    assert np.all(np.abs(samples.mean(0) - mean) < z * error), (samples.mean(0), mean, error)
+
+
+def check_moments(samples, mean, covariance):
+    check_mean(samples, mean)
+    samples, mean, covariance = (np.asarray(x) for x in (samples, mean, covariance))
+    centred = samples - mean
+    check_mean((centred[:, :, None] * centred[:, None, :]).reshape(len(samples), -1), covariance.ravel())
+
+
+def grbm_moments(model):
+    """Mean and covariance of v, and the mean of h, by enumeration of h."""
+    h = states(model.c.size)
+    weight = jax.nn.softmax(jax.vmap(model.log_weight)(h))
+    means = jax.vmap(model.mean_v)(h)
+    mean = weight @ means
+    centred = means - mean[None]
+    covariance = jnp.diag(jnp.exp(2 * model.log_sigma)) + (centred.T * weight[None]) @ centred
+    return mean, covariance, weight @ h
+
+
+class Case(NamedTuple):
+    kernel: Kernel
+    position: Any
+    info: set[str]
+
+
+CASES = {
+    "Gibbs": Case(Gibbs(GRBM), jnp.array([0.3, -0.4]), {"h", "mean_v"}),
+    "Langevin": Case(Langevin(half_square, 0.3), jnp.ones((2, 2)), {"energy"}),
+    "adjusted": Case(Langevin(GAUSS.free_energy, 0.3, adjust=True), jnp.ones(2), {"energy", "accepted"}),
+    "joint": Case(
+        Langevin(lambda x: GAUSS.energy(*x), 0.3, adjust=True), (jnp.ones(2), jnp.ones(3)), {"energy", "accepted"}
+    ),
+    "annealed": Case(AnnealedLangevin(half_square, jnp.array([3.0, 1.0])), jnp.ones(2), {"energy", "temperature"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_kernel_is_a_pure_map_of_key_and_state(case):
+    kernel, keys = case.kernel, jax.random.split(KEY, 2)
+    step = quick_jit(kernel)
+    state = kernel.init(case.position)
+    after, info = step(keys[0], state)
+    same = lambda a, b: all((x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    assert set(info) == case.info
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    assert same(step(keys[0], state), (after, info))
+    if "accepted" not in info:
+        assert not same(step(keys[1], state)[0], after)
+
+    # Chains side by side, and their trajectory, are steps of the same kernel from each position, all different.
+    starts = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x]), case.position)
+    states, infos = trajectory(kernel, KEY, starts, 6, every=2)
+    last, _ = chain(kernel, KEY, starts, 6)
+    assert jax.tree.map(jnp.shape, last) == jax.tree.map(lambda x: (3, *x.shape), state)
+    assert jax.tree.map(jnp.shape, states) == jax.tree.map(lambda x: (3, 3, *x.shape), state)
+    assert set(infos) == case.info
+    position = jax.tree.leaves(last)[0]
+    assert not (position[0] == position[2]).all()
+
+
+def test_gibbs_has_the_enumerated_moments():
+    mean, covariance, mean_h = grbm_moments(GRBM)
+    v, info = chain(Gibbs(GRBM), KEY, jnp.zeros((8000, 2)), 40)
+    check_moments(v, mean, covariance)
+    check_mean(info["h"], mean_h)
+    close(info["mean_v"], jax.vmap(GRBM.mean_v)(info["h"]), rtol=1e-12)
+    check_mean(info["mean_v"], mean)
+
+
+def test_enumerated_moments_are_those_by_quadrature():
+    grid = Grid((-12.0, -12.0), (12.0, 12.0), 120)
+    weight = jnp.exp(grid.log_density(GRBM.free_energy).ravel() + grid.log_area)
+    mean, covariance, _ = grbm_moments(GRBM)
+    close(weight @ grid.points, mean, rtol=1e-9)
+    centred = grid.points - mean[None]
+    close((centred.T * weight[None]) @ centred, covariance, rtol=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_a_large_step_biases_langevin_by_a_known_factor_and_adjusting_mends_it(temperature):
+    eps, start = 1.3, jnp.zeros((8000, 1))
+    unadjusted, _ = chain(Langevin(half_square, eps, temperature), KEY, start, 60)
+    check_moments(unadjusted, jnp.zeros(1), jnp.array([[temperature / (1 - eps**2 / 4)]]))
+    adjusted, info = chain(Langevin(half_square, eps, temperature, adjust=True), KEY, start, 100)
+    check_moments(adjusted, jnp.zeros(1), jnp.array([[temperature]]))
+    assert abs(unadjusted.var() / adjusted.var() - 1) > 0.5
+    assert 0.5 < info["accepted"].mean() < 0.95
+
+
+def test_adjusted_langevin_has_the_gaussian_s_moments_at_a_large_step():
+    samples, _ = chain(Langevin(GAUSS.free_energy, 1.0, adjust=True), KEY, jnp.zeros((8000, 2)), 150)
+    check_moments(samples, GAUSS.mean, GAUSS.covariance)
+
+
+def test_adjusted_langevin_on_a_double_well():
+    """Where the acceptance does more than rescale: E x² and E x⁴ of exp(−x⁴ + 2x²), by quadrature."""
+    energy = lambda x: jnp.sum(x**4 - 2 * x**2)
+    start = jax.random.uniform(KEY, (8000, 1), minval=-1.5, maxval=1.5)  # in the tails so large a step is stuck
+    x, info = chain(Langevin(energy, 0.7, adjust=True), KEY, start, 150)
+    grid = np.linspace(-4, 4, 4001)
+    p = np.exp(-(grid**4) + 2 * grid**2)
+    check_mean(x, 0.0)
+    check_mean(x**2, p @ grid**2 / p.sum())
+    check_mean(x**4, p @ grid**4 / p.sum())
+    close(info["energy"], jax.vmap(energy)(x), rtol=1e-12)
+
+
+def test_a_joint_chain_has_the_marginal_of_v():
+    start = jnp.zeros((8000, 2)), jnp.zeros((8000, 3))
+    (v, _), _ = chain(Langevin(lambda x: GAUSS.energy(*x), 0.9, adjust=True), KEY, start, 150)
+    check_moments(v, GAUSS.mean, GAUSS.covariance)
+
+
+def test_the_move_is_half_a_squared_step_downhill_and_root_t_of_noise():
+    x, g, n = jnp.array([1.0, 2.0]), jnp.array([4.0, -2.0]), jnp.array([0.5, 1.0])
+    close(langevin_move(x, g, n, 0.2, 9.0), jnp.array([1.0 - 0.08 + 0.3, 2.0 + 0.04 + 0.6]), rtol=1e-14)
+    pair = langevin_move((x, -x), (g, -g), (n, -n), 0.2, 9.0)
+    close(pair[0], -pair[1], rtol=1e-14)
+
+
+def test_noise_of_a_pair_is_independent():
+    a, b = normal_like(KEY, (jnp.zeros(20_000), jnp.zeros(20_000)))
+    check_mean(jnp.stack([a, b, a * b, a**2, b**2], 1), np.array([0.0, 0.0, 0.0, 1.0, 1.0]))
+
+
+def test_temperatures_agree_with_the_reference(golden):
+    g = golden("langevin")
+    close(paper_temperatures(), g["temperatures_schedule"])
+    close(paper_temperatures(2, 0, 3), jnp.array([100.0, 100.0, 1.0, 0.5, 0.0]))
+
+
+def test_annealing_walks_its_schedule_and_stays_at_its_end(golden):
+    temperatures = jnp.asarray(golden("langevin")["temperatures"])
+    kernel = AnnealedLangevin(half_square, temperatures, 0.1)
+    states, info = trajectory(kernel, KEY, jnp.ones((4, 2)), 9)
+    close(info["temperature"][:, 0], jnp.concatenate([temperatures, jnp.full(3, temperatures[-1])]))
+    assert states.index[:, 0].tolist() == list(range(1, 10))
+    close(info["energy"][1:], jax.vmap(jax.vmap(half_square))(states.position[:-1]), rtol=1e-12)
+
+
+def test_without_temperature_annealing_is_gradient_descent():
+    kernel = AnnealedLangevin(half_square, jnp.zeros(1), 0.4)
+    states, _ = chain(kernel, KEY, jnp.ones((1, 2)), 5)
+    close(states.position, jnp.full((1, 2), (1 - 0.5 * 0.4**2) ** 5), rtol=1e-12)
+
+
+def test_denoise_is_the_mean_of_the_clean_point():
+    """Of N(0, s²) data under noise σ₀, E[clean|x] = x s²/(s² + σ₀²): Tweedie's formula, on the noised energy."""
+    s2, sigma0 = 0.5, 0.3
+    x = jnp.array([1.0, -2.0])
+    noised = lambda x: 0.5 * jnp.sum(x**2) / (s2 + sigma0**2)
+    close(denoise(noised, x, sigma0), x * s2 / (s2 + sigma0**2), rtol=1e-12)
+
+
+def test_steps_are_the_reference_s_unless_said(golden):
+    g, x = golden("langevin"), jnp.array([1.0, -2.0])
+    assert Langevin(half_square).step == AnnealedLangevin(half_square, jnp.ones(1)).step == g["sigma"]
+    close(denoise(half_square, x), x * (1 - g["sigma0"] ** 2))
+
+
+def test_sample_of_each_kind_of_model_has_its_moments():
+    mean, covariance, _ = grbm_moments(GRBM)
+    check_moments(sample(GRBM, KEY, 4000, steps=60), mean, covariance)
+    check_moments(sample(GAUSS, KEY, 4000, shape=(2,), steps=100, step=0.7), GAUSS.mean, GAUSS.covariance)
+
+
+def test_sample_of_a_model_without_free_energy_moves_v_and_h():
+    class Joint(EBLVM):
+        def energy(self, v, h):
+            return GAUSS.energy(v, h)
+
+    samples = sample(Joint(), KEY, 4000, shape=(2,), h_shape=(3,), steps=100, step=0.7)
+    check_moments(samples, GAUSS.mean, GAUSS.covariance)
+    with pytest.raises(ValueError, match="h_shape= of one h"):
+        sample(Joint(), KEY, 5, shape=(2,))
+    with pytest.raises(ValueError, match="shape= of one v"):
+        sample(MLPFreeEnergy(2, width=2, depth=1, key=KEY), KEY, 5)
+    with pytest.raises(ValueError, match="at least one step"):
+        chain(Gibbs(GRBM), KEY, jnp.zeros((3, 2)), 0)
