@@ -7,13 +7,11 @@ optimisers, the gather of the minibatch. Peers were measured once, on other mach
 """
 
 import argparse
-import statistics
-import time
 
-import equinox as eqx
 import jax
 
 import bism
+from bism.experiments.timing import milliseconds
 
 # Milliseconds an iteration of the released PyTorch code: on 2 CPU cores, and on an NVIDIA H200 (None: not recorded).
 PEERS = {
@@ -26,7 +24,7 @@ PROBLEMS = {"checkerboard": (2, 4, 60_000, 0.05), "Frey-sized": (560, 400, 1_400
 
 
 def methods(sigma: float) -> dict[str, bism.Method]:
-    dsm = bism.DSM(sigma)
+    dsm, sampled = bism.DSM(sigma), bism.KL(exact=False)
     responses = {0: bism.FirstOrder()} | {n: bism.Unroll(n) for n in (1, 5, 10)}
     return {
         "CD-5": bism.ContrastiveDivergence(5),
@@ -34,37 +32,10 @@ def methods(sigma: float) -> dict[str, bism.Method]:
         "DSM": bism.ScoreMatching(dsm),
         "NCE": bism.NCE(),
         "VNCE": bism.VNCE(),
-        **{f"BiDSM N={n} K=5": bism.BiSM(dsm, response=response) for n, response in responses.items()},
-        "BiDSM CG K=5": bism.BiSM(dsm, response=bism.ConjugateGradient(10)),
-        "BiSSM N=5 K=5": bism.BiSM(bism.SSM()),
+        **{f"BiDSM N={n} K=5": bism.BiSM(dsm, sampled, response) for n, response in responses.items()},
+        "BiDSM (default)": bism.BiSM(dsm),
+        "BiSSM (default)": bism.BiSM(bism.SSM()),
     }
-
-
-def milliseconds(method: bism.Method, v_dim: int, h_dim: int, count: int, repeats: int, seconds: float) -> float:
-    key = jax.random.key(0)
-    data = jax.random.uniform(key, (count, v_dim))
-    model = bism.GaussianRBM(v_dim, h_dim, key=key)
-    posterior = bism.BernoulliPosterior.linear(v_dim, h_dim, key=key)
-    arrays, static = eqx.partition(method.init(model, posterior, batch=data[:100], key=key), eqx.is_array)
-
-    @jax.jit
-    def iterate(arrays, steps, key):
-        def one(i, arrays):
-            batch_key, step_key = jax.random.split(jax.random.fold_in(key, i))
-            batch = data[jax.random.randint(batch_key, (100,), 0, count)]
-            state, _ = method.step(eqx.combine(arrays, static), batch, step_key)
-            return eqx.filter(state, eqx.is_array)
-
-        return jax.lax.fori_loop(0, steps, one, arrays)
-
-    def timed(steps):
-        begun = time.perf_counter()
-        jax.block_until_ready(iterate(arrays, steps, key))
-        return time.perf_counter() - begun
-
-    timed(1)
-    steps = max(int(seconds / (timed(10) / 10)), 1)
-    return 1e3 * statistics.median(timed(steps) / steps for _ in range(repeats))
 
 
 def main() -> None:
@@ -78,7 +49,7 @@ def main() -> None:
     print(f"{'problem':14s} {'method':16s} {'ms/iteration':>12s} {'released code':>14s} {'ratio':>7s}")
     for problem, (v_dim, h_dim, count, sigma) in PROBLEMS.items():
         for name, method in methods(sigma).items():
-            ours = milliseconds(method, v_dim, h_dim, count, options.repeats, options.seconds)
+            ours = milliseconds(method, v_dim, h_dim, count, repeats=options.repeats, seconds=options.seconds)
             peer = PEERS.get((problem, name), (None, None))[on_gpu]
             beside = f"{peer:11.1f} ms {peer / ours:6.0f}x" if peer else f"{'—':>14s} {'':>7s}"
             print(f"{problem:14s} {name:16s} {ours:12.3f} {beside}", flush=True)

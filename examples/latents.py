@@ -38,4 +38,4 @@ def main(steps: int = 6_000, stem: str = "latents") -> dict[str, bism.Run]:
 
 
 if __name__ == "__main__":
-    main(*(int(x) for x in sys.argv[1:2]))
+    main(int(sys.argv[1])) if len(sys.argv) > 1 else main()

@@ -31,4 +31,4 @@ def main(steps: int = 8_000, picture: str = "own_energy.png") -> bism.Run:
 
 
 if __name__ == "__main__":
-    main(*(int(x) for x in sys.argv[1:2]))
+    main(int(sys.argv[1])) if len(sys.argv) > 1 else main()

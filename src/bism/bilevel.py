@@ -16,7 +16,7 @@ from .energy import EBLVM, expected_score, surrogate_score
 from .method import Method, State, parameters
 from .objective import Objective
 from .posterior import Posterior
-from .response import Response, Unroll
+from .response import NaturalGradient, Response, Unroll
 
 
 class Draw(eqx.Module):
@@ -63,27 +63,38 @@ class BiSM(Method):
 
     objective: Objective
     divergence: Divergence = KL()
-    response: Response = Unroll(5)
+    # None: NaturalGradient where KL is exact (an energy linear in h), which measured best; elsewhere Unroll(5).
+    response: Response | None = None
     lower_steps: int = eqx.field(static=True, default=5)
     lower_optimizer: optax.GradientTransformation | None = eqx.field(static=True, default=None)
-    noise: Literal["shared", "fresh"] = eqx.field(static=True, default="shared")
-    score: Literal["sampled", "expected"] = eqx.field(static=True, default="sampled")
-
     # Shared: the K steps, the response and the upper loss see one perturbed batch ṽ, as Ĵ and Ĝ of the paper's text do,
-    # and an encoder of ṽ runs once. Fresh: each has its own, as in the paper's experiments. Noise of h is always fresh.
+    # and an encoder of ṽ runs once. Fresh: each has its own, as in the paper's experiments. h's noise is always fresh.
+    noise: Literal["shared", "fresh"] = eqx.field(static=True, default="shared")
+    # Sampled: F of the surrogate score at one h ~ q, as in the paper. Expected: F of that score's mean under q, free of
+    # h's variance, for an energy linear in h. None: expected where KL is exact.
+    score: Literal["sampled", "expected"] | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         if self.lower_steps < 0:
             raise ValueError(f"BiSM: lower_steps (K) must not be negative, got {self.lower_steps}.")
         if self.noise not in ("shared", "fresh"):
             raise ValueError(f"BiSM: noise must be 'shared' or 'fresh', got {self.noise!r}.")
+        if self.score not in (None, "sampled", "expected"):
+            raise ValueError(f"BiSM: score must be 'sampled' or 'expected', got {self.score!r}.")
+        if isinstance(self.response, NaturalGradient) and not isinstance(self.divergence, KL):
+            raise ValueError("NaturalGradient stands for KL's Hessian; for another divergence use ConjugateGradient.")
 
     def init(self, model, posterior=None, *, batch, key):
         check_latent_model("BiSM", model, posterior, batch[0])
         if isinstance(self.divergence, Fisher) and getattr(posterior, "discrete", False):
             raise ValueError("The Fisher divergence needs ∇ₕ, which a discrete h does not have; use divergence=KL().")
-        if isinstance(self.response, Unroll):
-            check_differentiable(self.response.optimizer or self._lower_optimizer)
+        if self.score == "expected" and not model.linear_in_h:
+            raise ValueError(
+                f"The expected score needs an energy linear in h; {type(model).__name__} does not say it is."
+            )
+        response = self.response_for(model)
+        if isinstance(response, Unroll):
+            check_differentiable(response.optimizer or self._lower_optimizer)
         return replace(self.start(model, posterior), lower_opt_state=self._lower_optimizer.init(parameters(posterior)))
 
     def step(self, state, batch, key):
@@ -92,7 +103,8 @@ class BiSM(Method):
     def draw(self, state: State, batch, key) -> tuple[Draw, Draw, Draw]:
         """The noise of one iteration: K draws for the lower steps, the response's, one for the upper loss."""
         perturb_key, lower_key, upper_key = jax.random.split(key, 3)
-        first, second = self.lower_steps, self.lower_steps + self.response.draws  # where each one's draws end
+        first = self.lower_steps
+        second = first + self.response_for(state.model).draws  # where each one's draws end
         q = eqx.filter_eval_shape(state.posterior, batch[0])
         # Two calls, so that lower noise that an exact expectation never reads is never made.
         h = q.noise(lower_key, (second, len(batch), self.divergence.particles))
@@ -101,9 +113,8 @@ class BiSM(Method):
             upper = Draw(*self.objective.perturb(batch, perturb_key), upper_h)
             return Draw(None, None, h[:first]), Draw(None, None, h[first:]), upper
         keys = jax.random.split(perturb_key, second + 1)
-        draws = Draw(
-            *jax.vmap(lambda key: self.objective.perturb(batch, key))(keys), jnp.concatenate([h, upper_h[None]])
-        )
+        perturbed = jax.vmap(lambda key: self.objective.perturb(batch, key))(keys)
+        draws = Draw(*perturbed, jnp.concatenate([h, upper_h[None]]))
         take = lambda part: jax.tree.map(lambda x: x[part], draws)
         return take(slice(first)), take(slice(first, second)), take(second)
 
@@ -118,8 +129,10 @@ class BiSM(Method):
         phi0, opt_state, values = descend(loss, lower.optimizer, phi, state.lower_opt_state, lower_draws)  # Eqn (12)
         lower = replace(lower, opt_state=opt_state, draws=response_draws)
 
+        response = self.response_for(theta)
+
         def upper(theta):  # Ĵ(θ, φ̂(θ))
-            return self.upper(theta, eqx.combine(self.response(theta, phi0, lower), frame), upper_draw)
+            return self.upper(theta, eqx.combine(response(theta, phi0, lower), frame), upper_draw)
 
         value, gradient = eqx.filter_value_and_grad(upper)(theta)  # Eqn (15)
         state = self.ascend(state, (gradient, None))
@@ -128,9 +141,10 @@ class BiSM(Method):
 
     def upper(self, theta: EBLVM, posterior: Posterior, draw: Draw) -> jax.Array:
         """Ĵ(θ, φ), the batch mean of F(∇ᵥ log p̃(v, h)/q(h|v), ε, v) at h ~ q."""  # Eqn (8)
+        expected = self.score == "expected" or (self.score is None and self._linear(theta))
 
         def one(v, noise, h_noise):
-            if self.score == "expected":
+            if expected:
                 return self.objective.loss(expected_score(theta, posterior), v, noise)
             # h is drawn at v and then held: the score's ∇ᵥ does not pass through it, the gradient in φ does.
             h = posterior(v).sample(h_noise[0])
@@ -141,6 +155,12 @@ class BiSM(Method):
     def validate(self, state, batch, key):
         _, _, draw = self.draw(state, batch, key)
         return self.upper(state.best, state.posterior, draw)
+
+    def response_for(self, model: EBLVM) -> Response:
+        return self.response or (NaturalGradient() if self._linear(model) else Unroll(5))
+
+    def _linear(self, model):
+        return model.linear_in_h and isinstance(self.divergence, KL) and self.divergence.exact
 
     @property
     def _lower_optimizer(self):

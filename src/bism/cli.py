@@ -128,6 +128,45 @@ def checkerboard(
     print(f"report: {reproduce(out, Settings(steps, runs, seed=seed, methods=names))}")
 
 
+@reproduce_app.command()
+def freyface(
+    steps: Annotated[int, option("Iterations of each run; the paper's is 20000.")] = 20_000,
+    seeds: Annotated[int, option("Runs of each method, all at once.")] = 5,
+    parts: Annotated[
+        str, option("Of table, K, h, time, bias: those to do, separated by commas.")
+    ] = "table,K,h,time,bias",
+    quick: Annotated[bool, option("3000 iterations, 100 hidden units, one seed, table and bias only.")] = False,
+    out: Annotated[Path, option("Its folder. Called again, it goes on where it stopped.")] = Path("runs/freyface"),
+) -> None:
+    """Gaussian RBMs of the Frey faces: likelihood and Fisher tables over N, K and h, gradient bias, times, samples.
+
+    Without a GPU the whole takes many hours; [bold]--parts table --seeds 1[/bold] takes about half an hour.
+    """
+    from .experiments.freyface import Settings, reproduce
+
+    chosen = tuple(name.strip() for name in parts.split(","))
+    settings = Settings.quick() if quick else Settings(steps, seeds, parts=chosen)
+    print(f"report: {reproduce(out, settings)}")
+
+
+@app.command()
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    tolerance: Annotated[float, option("The relative gradient bias that is good enough.")] = 0.1,
+) -> None:
+    """Measure how far the run's hypergradient is from the true one, and say which N, K or response it needs."""
+    from .evaluation import diagnose_run
+
+    found = diagnose_run(run)
+    print(f"{'response':20s} {'K':>3s} {'bias':>9s} {'ms':>8s}")
+    for c in found.candidates:
+        print(f"{c.name:20s} {c.lower_steps:3d} {c.bias:9.2%} {c.milliseconds:8.2f}")
+    print("distance of q from the best q: " + ", ".join(f"{d:.3g} at K={k}" for k, d in found.distance.items()))
+    if found.kappa is not None:
+        print(f"rate over N (Theorem 2): kappa = {found.kappa:.3f}, R2 = {found.r_squared:.2f}")
+    print(found.verdict(tolerance))
+
+
 def main() -> None:
     try:
         app()

@@ -1,5 +1,7 @@
 """Data: arrays, files, and named data sets, checked before anything is trained on them."""
 
+import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+
+FREY_SHA256 = "2438ba4f0d2a6bd8bac43de756141eaa33c8d248dd613d464bdb1210d9b7af78"  # of the pixels
 
 
 def as_data(x: Any, name: str = "data", like: Array | None = None) -> Float[Array, "count ..."]:
@@ -105,6 +109,34 @@ NAMED: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
+def freyface(
+    folder: str | Path | None = None, url: str = "https://cs.nyu.edu/~roweis/data/frey_rawface.mat"
+) -> np.ndarray:
+    """The 1,965 Frey faces, consecutive frames of a video, as rows of 560 values in [0, 1].
+
+    Read from freyface.npz or frey_rawface.mat in `folder` (BISM_DATA if not given), else fetched there from their home.
+    """
+    folder = Path(folder or os.environ.get("BISM_DATA") or Path.home() / ".cache" / "bism")
+    if (folder / "freyface.npz").exists():
+        images = np.load(folder / "freyface.npz")["images"]
+    else:
+        import pooch
+        from scipy.io import loadmat
+
+        try:
+            path = pooch.retrieve(url, known_hash=None, fname="frey_rawface.mat", path=folder)
+        except Exception as error:  # whatever the network says
+            raise OSError(
+                f"The Frey faces could not be fetched from {url} ({error}). Put frey_rawface.mat into {folder} by hand."
+            ) from error
+        images = loadmat(path)["ff"].T.reshape(-1, 28, 20)
+    if hashlib.sha256(np.ascontiguousarray(images).tobytes()).hexdigest() != FREY_SHA256:
+        raise ValueError(f"{folder}: the Frey faces there are not the known ones; delete the file to fetch it again.")
+    return images.reshape(len(images), -1).astype(np.float32) / 255
+
+
 def load(name: str, count: int = 60_000, seed: int = 0) -> np.ndarray:
     """A named data set, or the array in a file."""
+    if name == "freyface":
+        return freyface()
     return NAMED[name](count, seed) if name in NAMED else load_file(Path(name))

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .divergence import Fisher
+from .bilevel import BiSM
+from .diagnosis import Diagnosis, diagnose
+from .divergence import KL, Fisher
 from .energy import EBLVM, EBM, fisher
 from .likelihood import ENUMERABLE, Grid, free_energy_of, log_partition
 from .models import GaussianRBM
 from .recipe import Scale, restore
+from .response import ConjugateGradient, NaturalGradient
 from .training import Run
 
 
@@ -32,6 +35,17 @@ def evaluate(folder: Path) -> dict[str, float]:
     if log_likelihood is not None:
         found["log-likelihood"] = jnp.asarray(log_likelihood)
     return {name: float(value) for name, value in found.items()}
+
+
+def diagnose_run(folder: Path) -> Diagnosis:
+    """The gradient bias of a bi-level run, on one batch of its training data."""
+    recipe, run, scale, (train_set, _) = restore(folder)
+    if not isinstance(run.method, BiSM):
+        raise ValueError(f"{folder} was trained by {recipe.method}, which has no lower level to diagnose.")
+    batch = jnp.asarray(scale.apply(train_set[: recipe.batch_size]))
+    exact = isinstance(run.method.divergence, KL)
+    implicit = (NaturalGradient(), ConjugateGradient()) if exact else (ConjugateGradient(),)
+    return diagnose(run.method, run.state, batch, jax.random.key(recipe.seed), implicit=implicit)
 
 
 def held_out_log_likelihood(run: Run, scale: Scale, v: jax.Array) -> float | None:

@@ -42,7 +42,12 @@ class Recipe:
     depth: int = setting(2, "Hidden layers of the networks.")
     sigma: float = setting(0.1, "Noise of denoising score matching, in deviations of the data.")
     lower_steps: int = setting(5, "K: steps of the posterior for each of the model.", "--lower-steps", "-K")
-    unroll: int = setting(5, "N: steps of the posterior that the model's gradient sees through.", "--unroll", "-N")
+    unroll: int | None = setting(
+        None,
+        "N: steps of the posterior that the model's gradient sees through, 0 for none. Not given: the best measured.",
+        "--unroll",
+        "-N",
+    )
     implicit: bool = setting(False, "Implicit hypergradient by conjugate gradients, instead of unrolling.")
     divergence: str = setting("kl", "Of the lower level: kl, or fisher for continuous latents.")
     chain_steps: int = setting(1, "k of cd and pcd.")
@@ -82,9 +87,11 @@ class Recipe:
         if self.method in objectives:
             return ScoreMatching(objectives[self.method](), optimizer=optimizer), model, None
         if self.method.removeprefix("bi") in objectives:
-            response = (
-                FirstOrder() if self.unroll == 0 else ConjugateGradient() if self.implicit else Unroll(self.unroll)
-            )
+            response = None
+            if self.implicit:
+                response = ConjugateGradient()
+            elif self.unroll is not None:
+                response = Unroll(self.unroll) if self.unroll else FirstOrder()
             divergence = KL() if self.divergence == "kl" else Fisher()
             objective = objectives[self.method.removeprefix("bi")]()
             return BiSM(objective, divergence, response, self.lower_steps, optimizer=optimizer), model, posterior

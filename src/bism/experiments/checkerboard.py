@@ -19,6 +19,7 @@ from ..models import GaussianRBM
 from ..objective import DSM, SSM
 from ..posterior import BernoulliPosterior
 from ..training import Run, fit
+from .claim import claim
 
 H_DIM, SIGMA = 4, 0.05
 CEILING = math.log(2)  # the density is 2 on half of the unit square
@@ -100,7 +101,7 @@ def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
     unknown = set(settings.methods) - set(METHODS)
     if unknown:
         raise ValueError(f"checkerboard: unknown method {sorted(unknown)[0]!r}; choose from {', '.join(METHODS)}.")
-    claim(folder, settings)
+    claim(folder, "checkerboard", settings, free=("methods",))
     runs = {name: train(name, settings, folder, progress) for name in settings.methods}
     table = summary(runs)
     (folder / "results.json").write_text(json.dumps(table, indent=2) + "\n")
@@ -150,17 +151,3 @@ def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
         soft=True,
     )
     return page.write(folder)
-
-
-def claim(folder: Path, settings: Settings) -> None:
-    """The folder's settings are written once; a later call with others is refused, not mixed in."""
-    path = folder / "config.json"
-    wanted = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(settings).items() if k != "methods"}
-    if path.exists():
-        found = json.loads(path.read_text())["settings"]
-        if found != wanted:
-            changed = ", ".join(f"{k} {found.get(k)} there, {v} here" for k, v in wanted.items() if found.get(k) != v)
-            raise ValueError(f"{folder} holds this experiment with other settings ({changed}); give another --out.")
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"experiment": "checkerboard", "settings": wanted}, indent=2) + "\n")

@@ -73,3 +73,18 @@ def scatter(panels: Mapping[str, Any], limit: float | None = None) -> Figure:
         if limit:
             axis.set(xlim=(-limit, limit), ylim=(-limit, limit))
     return figure
+
+
+def mosaics(panels: Mapping[str, np.ndarray], shape: tuple[int, int], columns: int = 3) -> Figure:
+    """Grids of grey images in [0, 1], as many as fit a square, of flat vectors."""
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.2 * columns, 4.5 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis in axes:
+        axis.set_axis_off()
+    for axis, (name, images) in zip(axes, panels.items(), strict=False):
+        side = int(len(images) ** 0.5)
+        tiles = np.asarray(images)[: side * side].reshape(side, side, *shape)
+        axis.imshow(np.block([list(row) for row in tiles]), vmin=0, vmax=1, cmap="gray")
+        axis.set_title(name, fontsize=11)
+    return figure
