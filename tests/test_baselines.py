@@ -208,7 +208,8 @@ def test_contrastive_divergence_is_still_at_data_of_its_own_model():
     data = grid.points[jax.random.choice(KEY, len(p), (20_000,), p=p)]
     sampler = quick_jit(ContrastiveDivergence(1).negatives)
     negatives = sampler(model, data, jax.random.key(7))
-    difference = np.subtract(*(jax.nn.sigmoid(each(model.field, v)) for v in (data, negatives)))
+    p, n = (np.asarray(jax.nn.sigmoid(each(model.field, v))) for v in (data, negatives))
+    difference = p - n
     assert np.all(np.abs(difference.mean(0)) < 4 * difference.std(0) / len(data) ** 0.5)
     shifted = sampler(model, data + 2, KEY)
     assert jnp.all((data + 2 - shifted).mean(0) > 0.5)  # while other data are drawn towards the model

@@ -1,5 +1,6 @@
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -40,9 +41,10 @@ def test_densities_are_densities_at_the_right_place(reproduced):
     run = train("exact ML", settings, folder, progress=False)
     row, column = 20, 110  # y and x
     x, y = -0.25 + 0.01 * (column + 0.5), -0.25 + 0.01 * (row + 0.5)
-    exact = np.exp(log_likelihood(run[0].model, np.array([[x, y]]))[0])
+    exact = np.exp(log_likelihood(run[0].model, jnp.array([[x, y]]))[0])
     np.testing.assert_allclose(density(run)[row, column], exact, rtol=1e-9)
 
 
 def test_the_table_of_methods_is_the_papers():
-    assert list(METHODS) == ["PCD-1", "CD-1", "CD-5", "SSM", "BiSSM", "DSM", "BiDSM", "NCE", "VNCE", "exact ML"]
+    papers = ["PCD-1", "CD-1", "CD-5", "SSM", "BiSSM-5", "DSM", "BiDSM-5", "NCE", "VNCE"]
+    assert [name for name in METHODS if name not in ("BiSSM", "BiDSM", "exact ML")] == papers

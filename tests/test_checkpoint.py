@@ -1,4 +1,4 @@
-"""A run killed at any point goes on to the very bits of one that was not; what cannot be read is said and passed over."""
+"""A run killed at any point goes on to the very bits of one that was not; what cannot be read is passed over."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -132,22 +133,22 @@ MAKERS = (lambda key: bism.GaussianRBM(2, 2, key=key), lambda key: bism.Bernoull
 def train(folder=None, steps=40, **settings):
     data = np.random.default_rng(0).normal(size=(24, 2))
     every = {"log_every": 3, "evaluate_every": 5, "checkpoint_every": 10}
-    settings = every | {"validation": data[:8], "folder": folder, "progress": False} | settings
-    return bism.fit(METHOD, *MAKERS, data=data, steps=steps, batch_size=8, **settings)
+    defaults: dict[str, Any] = every | {"validation": data[:8], "folder": folder, "progress": False}
+    return bism.fit(METHOD, *MAKERS, data=data, steps=steps, batch_size=8, **defaults | settings)
 
 
-def train_and_be_killed(folder, when):
-    """Killed between two checkpoints, or in the middle of writing one."""
-    if when == "writing":
-        save = Checkpoints.save
+def train_until_killed(folder, last):
+    """Killed between two checkpoints; or, with a run to go on with, in the middle of writing the one of `last`."""
+    save = Checkpoints.save
 
-        def save_and_die(self, step, state):
-            if step == 30:  # Orbax writes aside, and then renames
-                os.rename = os.replace = Path.rename = Path.replace = lambda *args: die()
-            save(self, step, state)
+    def save_and_die(self, step, state):
+        if step == last:  # Orbax writes aside, and then renames
+            for place in (os, Path):
+                place.rename = place.replace = lambda *args: die()  # type: ignore[assignment]
+        save(self, step, state)
 
-        Checkpoints.save = save_and_die
-    train(folder, callbacks=[lambda run: die() if run.step == 33 else None])
+    Checkpoints.save = save_and_die
+    train(folder, resume=True, callbacks=[lambda run: die() if run.step == last else None])
 
 
 def die():
@@ -163,20 +164,20 @@ def uninterrupted(tmp_path_factory):
     return train(tmp_path_factory.mktemp("run"))
 
 
-@pytest.mark.parametrize(("when", "last"), [("training", 30), ("writing", 20)])
-def test_killed(uninterrupted, tmp_path, when, last):
-    code = f"import test_checkpoint as t; t.train_and_be_killed({str(tmp_path)!r}, {when!r})"
+def test_killed_twice(uninterrupted, tmp_path):
     environment = os.environ | {"JAX_ENABLE_X64": "1", "JAX_NUMPY_RANK_PROMOTION": "raise"}
-    killed = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment)
-    assert killed.returncode == -signal.SIGKILL
     metrics = tmp_path / "metrics.jsonl"
-    assert json.loads(metrics.read_text().splitlines()[-1])["step"] == {"training": 33, "writing": 30}[when]
-    with metrics.open("a") as file:
-        file.write('{"step": 35, "lo')  # a line that the kill cut off
+    for last in (12, 30):  # after the checkpoint of 10, and as that of 30 is written
+        with metrics.open("a") as file:
+            file.write('{"step": 15, "lo')  # a line that a kill cut off
+        code = f"import test_checkpoint as t; t.train_until_killed({str(tmp_path)!r}, {last})"
+        killed = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment)
+        assert killed.returncode == -signal.SIGKILL
+        assert json.loads(metrics.read_text().splitlines()[-1])["step"] == last
 
     at = []
     run = train(tmp_path, resume=True, callbacks=[lambda run: at.append(run.step)])
-    assert at[0] == min(last + 3 - last % 3, last + 5)
+    assert at[0] == 21
     assert bits(run.loop) == bits(uninterrupted.loop)
     assert without_time(run.history) == without_time(uninterrupted.history)
     assert [json.loads(line) for line in metrics.read_text().splitlines()] == run.history
@@ -191,7 +192,7 @@ def test_load(uninterrupted):
     assert bits(earlier.state) != bits(run.state)
     with pytest.raises(ValueError, match=r"40 is of another model or method"):
         bism.load(uninterrupted.folder, bism.MaximumLikelihood(), MAKERS[0])
-    with pytest.raises(FileNotFoundError, match="is not a run: it has no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"is not a run: it has no config\.json"):
         bism.load(uninterrupted.folder / "checkpoints", METHOD, *MAKERS)
 
 

@@ -21,7 +21,7 @@ def trained(tmp_path_factory):
     rng = np.random.default_rng(0)
     table = rng.normal([50.0, -3.0, 0.0], [10.0, 0.1, 1.0], (400, 3))
     np.savetxt(folder / "table.csv", table, delimiter=",", header="a,b,c", comments="")
-    done = bism("train", "table.csv", "--model", "grbm", "--steps", 300, "--batch-size", 50, "--unroll", 1, cwd=folder)
+    done = bism("train", "table.csv", "--model", "grbm", "--steps", 3000, "--batch-size", 50, "--unroll", 1, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, table, done
 
@@ -31,9 +31,9 @@ def test_train_keeps_a_run_folder(trained):
     run = folder / "runs" / "table-bidsm"
     assert "report: runs/table-bidsm/report.html" in done.stdout
     config = json.loads((run / "config.json").read_text())
-    assert config["config"]["steps"] == 300
+    assert config["config"]["steps"] == 3000
     assert config["settings"]["data_shape"] == [360, 3]
-    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 300
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3000
     assert (run / "report.html").read_text().count("<img") == 3
     assert sorted(x.name for x in (run / "figures").iterdir()) == ["loss.png", "lower.png", "validation.png"]
     assert "Warning" not in done.stderr
@@ -62,7 +62,7 @@ def test_an_existing_run_is_neither_lost_nor_mixed(trained):
     folder, _, _ = trained
     metrics = folder / "runs" / "table-bidsm" / "metrics.jsonl"
     before = metrics.read_text()
-    again = ["train", "table.csv", "--model", "grbm", "--steps", 300, "--batch-size", 50, "--unroll", 1]
+    again = ["train", "table.csv", "--model", "grbm", "--steps", 3000, "--batch-size", 50, "--unroll", 1]
     refused = bism(*again, cwd=folder)
     assert refused.returncode == 1
     assert "already holds a run" in refused.stderr

@@ -1,14 +1,13 @@
 """Every input that cannot be trained on is refused by name; files are read; the toy data sets are what they say."""
 
-import gc
-import warnings
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import bism
-from bism.data import NAMED, as_data, checkerboard, load, load_file
+from bism.data import NAMED, as_data, checkerboard, load
 
 GOOD = np.arange(6.0).reshape(3, 2)
 HOLED = np.array([[0.0, 1.0], [np.nan, np.inf], [2.0, np.nan]])
@@ -42,10 +41,10 @@ def test_arrays_taken():
         np.testing.assert_array_equal(data, GOOD)
 
 
-def fit(data=GOOD, **settings):
-    settings = {"steps": 1, "batch_size": 2} | settings
+def fit(data: Any = GOOD, **settings):
+    defaults: dict[str, Any] = {"steps": 1, "batch_size": 2}
     model = bism.GaussianRBM(2, 2, key=jax.random.key(0))
-    return bism.fit(bism.MaximumLikelihood(), model, data=data, progress=False, **settings)
+    return bism.fit(bism.MaximumLikelihood(), model, data=data, progress=False, **defaults | settings)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +120,10 @@ def test_files_read(files, name):
         ("cut.npy", "cut.npy cannot be read as an array"),
         ("empty.npy", "empty.npy cannot be read as an array"),
         ("garbage.npz", "garbage.npz cannot be read as an array"),
+        ("cut.npz", "cut.npz cannot be read as an array"),
+        ("none.npz", "none.npz cannot be read as an array: it has no arrays"),
+        ("array.npz", "array.npz cannot be read as an array"),
+        ("archive.npy", "archive.npy cannot be read as an array"),
         ("objects.npy", "objects.npy cannot be read as an array"),
         ("x.parquet", "unknown kind of file '.parquet'; use .npy, .npz or .csv"),
         ("folder", "unknown kind of file ''"),
@@ -129,19 +132,6 @@ def test_files_read(files, name):
 def test_files_refused(files, name, reason):
     with pytest.raises(ValueError, match=reason):
         as_data(files / name)
-
-
-@pytest.mark.parametrize("name", ["cut.npz", "none.npz", "array.npz", "archive.npy"])
-def test_broken_archives_are_refused_by_name(files, name):
-    reason = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # numpy leaves a broken archive open
-        try:
-            load_file(files / name)
-        except Exception as error:
-            reason = str(error.with_traceback(None))
-        gc.collect()
-    assert f"{name} cannot be read as an array" in str(reason)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("column.csv", [[0.0], [2.0], [4.0]]), ("row.csv", [[0.0, 2.0]])])

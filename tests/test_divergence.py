@@ -9,6 +9,7 @@ from golden_models import (
     golden_posterior,
     grbm,
     other_posterior,
+    quick_jit,
     random_grbm,
     true_posterior,
     two_points,
@@ -31,7 +32,7 @@ def test_kl_agrees_with_the_reference(golden, prefix):
         each = jax.vmap(lambda v, l: KL(exact=False).loss(model, v, posterior(v), l[None]))(x, g["inner_logistic"])
         return each.mean(), each
 
-    gradient, each = jax.jit(jax.grad(mean_and_each, has_aux=True))(golden_posterior(g))
+    gradient, each = quick_jit(jax.grad(mean_and_each, has_aux=True))(golden_posterior(g))
     close(each, g[f"{prefix}_lower_loss"])
     close(gradient.net.weight, g[f"grad_{prefix}_lower_posterior_weight"])
     close(gradient.net.bias, g[f"grad_{prefix}_lower_posterior_bias"])
@@ -61,7 +62,7 @@ def test_value_and_gradient_are_the_closed_forms(divergence, exact):
     model, noise = gaussian_eblvm(), two_points(1, 3)[0]
     estimate = lambda posterior, v: divergence.loss(model, v, posterior(v), noise)
     closed = lambda posterior, v: exact(model, posterior, v)
-    each = lambda loss: jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(other_posterior(model), V)
+    each = lambda loss: quick_jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(other_posterior(model), V)
     jax.tree.map(close, each(estimate), each(closed))
 
 
@@ -74,7 +75,7 @@ def test_the_minimiser_is_the_true_posterior(divergence):
 
     optimizer, start = optax.sgd(0.1), other_posterior(model)
     draws = jnp.broadcast_to(noise, (1500, *noise.shape))
-    found, _, values = jax.jit(lambda phi: descend(loss, optimizer, phi, optimizer.init(phi), draws))(start)
+    found, _, values = quick_jit(lambda phi: descend(loss, optimizer, phi, optimizer.init(phi), draws))(start)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7), found, true_posterior(model))
     at_optimum = jnp.mean(jax.vmap(model.free_energy)(V)) if isinstance(divergence, KL) else 0.0
     np.testing.assert_allclose(values[-1], at_optimum, atol=1e-12)
@@ -83,7 +84,7 @@ def test_the_minimiser_is_the_true_posterior(divergence):
 def test_under_the_true_posterior_every_sample_gives_the_free_energy_and_no_fisher():
     model, noise = gaussian_eblvm(), jax.random.normal(jax.random.key(0), (4, 3))
     q = true_posterior(model)(V[0])
-    each = lambda divergence: jax.jit(jax.vmap(lambda one: divergence.loss(model, V[0], q, one[None])))(noise)
+    each = lambda divergence: quick_jit(jax.vmap(lambda one: divergence.loss(model, V[0], q, one[None])))(noise)
     close(each(KL()), jnp.full(4, model.free_energy(V[0])), rtol=1e-12)
     assert jnp.all(each(Fisher()) < 1e-25)
 
@@ -94,8 +95,8 @@ def test_random_particles_estimate_the_closed_form(divergence, exact):
     posterior = other_posterior(model)
     q = posterior(V[0])
     noise = q.noise(jax.random.key(0), (divergence.particles,))
-    each = jax.jit(jax.vmap(lambda one: divergence.loss(model, V[0], q, one[None])))(noise)
-    close(jax.jit(divergence.loss)(model, V[0], q, noise), each.mean(), rtol=1e-12)
+    each = quick_jit(jax.vmap(lambda one: divergence.loss(model, V[0], q, one[None])))(noise)
+    close(quick_jit(divergence.loss)(model, V[0], q, noise), each.mean(), rtol=1e-12)
     error = each.std() / len(each) ** 0.5
     assert abs(each.mean() - exact(model, posterior, V[0])) < 4 * error
 
@@ -117,7 +118,7 @@ def test_only_the_exact_kl_of_bits_is_stationary_at_the_true_posterior(exact):
     model, v = random_grbm(2, 3), jnp.array([0.5, -0.8])
     logits, noise = model.field(v), jax.random.logistic(jax.random.key(0), (100_000, 3))
     loss = lambda logits: KL(exact=exact).loss(model, v, Bernoulli(logits, 0.5), noise)
-    gradient = jax.jit(jax.grad(loss))(logits)
+    gradient = quick_jit(jax.grad(loss))(logits)
     if exact:
         np.testing.assert_allclose(gradient, 0, atol=1e-15)
     else:  # the mean of a relaxed bit less that of the bit

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,10 +27,19 @@ class Scaled(bism.EBM):
         return 0.5 * self.a * jnp.sum(v**2)
 
 
-def fit(method=None, model=Scaled(jnp.array(1.0)), posterior=None, *, rate=0.01, steps=12, batch_size=16, **settings):
+def fit(
+    method: Any = None,
+    model: Any = Scaled(jnp.array(1.0)),
+    posterior: Any = None,
+    *,
+    rate=0.01,
+    steps=12,
+    batch_size=16,
+    **settings,
+):
     method = method or bism.ScoreMatching(bism.SM(), optimizer=optax.sgd(rate))
-    settings = {"data": DATA, "key": KEY, "progress": False} | settings
-    return bism.fit(method, model, posterior, steps=steps, batch_size=batch_size, **settings)
+    defaults: dict[str, Any] = {"data": DATA, "key": KEY, "progress": False}
+    return bism.fit(method, model, posterior, steps=steps, batch_size=batch_size, **defaults | settings)
 
 
 def bits(tree):
@@ -37,14 +47,14 @@ def bits(tree):
 
 
 class Free(bism.EBM):
-    function: object = eqx.field(static=True)
+    function: Any = eqx.field(static=True)
 
     def free_energy(self, v):
         return self.function(v)
 
 
 class Joint(bism.EBLVM):
-    function: object = eqx.field(static=True)
+    function: Any = eqx.field(static=True)
 
     def energy(self, v, h):
         return self.function(v) + jnp.sum(h)
@@ -140,7 +150,7 @@ def test_a_run_is_not_overwritten(tmp_path):
     fit(folder=tmp_path, steps=2)
     before = contents(tmp_path)
     assert any("checkpoints" in path.parts for path in before)
-    with pytest.raises(FileExistsError, match="already holds a run. Give resume=True"):
+    with pytest.raises(FileExistsError, match=r"already holds a run\. Give resume=True"):
         fit(folder=tmp_path, steps=2)
     assert contents(tmp_path) == before
 

@@ -1,9 +1,11 @@
+from typing import Any, cast
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_models import THETA, close, grbm, random_grbm
+from golden_models import THETA, close, grbm, quick_jit, random_grbm
 
 from bism import DSM, MDSM, SM, SSM, fisher, score
 
@@ -31,7 +33,7 @@ def test_losses_and_gradients_agree_with_the_reference(golden, name):
         each = jax.vmap(lambda v, noise: objective.loss(score(model), v, noise))(x, noise)
         return each.mean(), each
 
-    gradient, each = eqx.filter_jit(eqx.filter_grad(mean_and_each, has_aux=True))(grbm(g))
+    gradient, each = quick_jit(eqx.filter_grad(mean_and_each, has_aux=True))(grbm(g))
     close(each, g[f"mdsm_loss_{name[5:]}" if name.startswith("mdsm") else f"{name}_loss"])
     for parameter in THETA:
         close(getattr(gradient, parameter), g[f"grad_{name}_{parameter}"])
@@ -74,8 +76,8 @@ def test_score_matching_is_least_at_the_data_s_own_moments():
         return jnp.mean(jax.vmap(lambda v: SM().loss(s, v, None))(data))
 
     at = (jnp.array(3.0), jnp.log(jnp.array(4.0)))
-    np.testing.assert_allclose(jax.jit(jax.grad(loss, (0, 1)))(*at), (0, 0), atol=1e-15)
-    assert np.all(np.linalg.eigvalsh(jax.jit(jax.hessian(loss, (0, 1)))(*at)) > 0.05)
+    np.testing.assert_allclose(quick_jit(jax.grad(loss, (0, 1)))(*at), (0, 0), atol=1e-15)
+    assert np.all(np.linalg.eigvalsh(quick_jit(jax.hessian(loss, (0, 1)))(*at)) > 0.05)
 
 
 @pytest.mark.parametrize("dim", [2, 3])
@@ -83,7 +85,7 @@ def test_ssm_over_all_sign_vectors_is_sm(dim):
     model = random_grbm(dim, 4)
     signs = jnp.array(np.meshgrid(*[[-1.0, 1.0]] * dim)).reshape(dim, -1).T
 
-    @jax.jit
+    @quick_jit
     def losses(v):
         one_by_one = jax.vmap(lambda u: SSM().loss(score(model), v, u[None]))(signs)
         at_once = SSM(projections=len(signs)).loss(score(model), v, signs)
@@ -116,8 +118,8 @@ def test_sphere_directions_all_have_length_root_d():
     [
         (lambda: DSM(0.0), "sigma must be positive"),
         (lambda: MDSM(1.0, 0.5), "sigma_min <= sigma_max"),
-        (lambda: MDSM(spacing="cubic"), "unknown spacing"),
-        (lambda: SSM("cube"), "unknown directions"),
+        (lambda: MDSM(spacing=cast(Any, "cubic")), "unknown spacing"),
+        (lambda: SSM(cast(Any, "cube")), "unknown directions"),
         (lambda: SSM(projections=0), "at least 1"),
     ],
 )

@@ -1,5 +1,6 @@
 import itertools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,16 +71,31 @@ def test_posteriors_hand_their_settings_to_the_distribution():
     assert (made.logits.shape, made.temperature, made.straight_through) == ((3,), 0.3, True)
 
 
+@pytest.mark.parametrize("q", [Gaussian(jnp.array([0.5, -2.0]), jnp.array([-1.0, 0.7])), Bernoulli(LOGITS)])
+def test_metric_is_the_hessian_of_kl_at_q_itself(q):
+    """KL(q‖p) of two of a kind, in closed form; for p = q its Hessian in q is the Fisher information."""
+
+    def kl(q, p):
+        if isinstance(q, Gaussian):
+            spread = jnp.exp(2 * q.log_std) + (q.loc - p.loc) ** 2
+            return jnp.sum(p.log_std - q.log_std + 0.5 * spread * jnp.exp(-2 * p.log_std))
+        return -q.entropy() - p.log_prob(q.mean)
+
+    tangent = jax.tree.map(lambda x: jnp.cos(7 * x), q)
+    hessian = jax.jvp(lambda x: jax.grad(kl)(x, q), (q,), (tangent,))[1]
+    jax.tree.map(lambda x, y: close(x, y, rtol=1e-12), q.metric(tangent), hessian)
+
+
 @pytest.fixture
 def gaussian():
     return Gaussian(jnp.array([0.5, -2.0]), jnp.array([-1.0, 0.7]))
 
 
 def test_gaussian_density_and_entropy(gaussian):
-    h, reference = jnp.array([0.1, 3.0]), stats.norm(gaussian.loc, jnp.exp(gaussian.log_std))
-    close(gaussian.log_prob(h), reference.logpdf(h).sum(), rtol=1e-12)
-    close(gaussian.entropy(), reference.entropy().sum(), rtol=1e-12)
-    close(gaussian.mean, reference.mean())
+    h, reference = jnp.array([0.1, 3.0]), (gaussian.loc, jnp.exp(gaussian.log_std))
+    close(gaussian.log_prob(h), stats.norm.logpdf(h, *reference).sum(), rtol=1e-12)
+    close(gaussian.entropy(), stats.norm.entropy(*reference).sum(), rtol=1e-12)
+    close(gaussian.mean, gaussian.loc)
     assert not gaussian.discrete
 
 
@@ -100,5 +116,6 @@ def test_gaussian_noise_is_standard_and_of_the_asked_shape(gaussian):
 def test_gaussian_mlp_reads_its_first_half_as_the_mean():
     posterior = GaussianPosterior.mlp(2, 3, width=5, depth=1, key=jax.random.key(0))
     v = jnp.array([0.3, -0.8])
-    q, out = posterior(v), posterior.net.net(v)
-    close(jnp.concatenate([q.loc, q.log_std]), out, rtol=1e-15)
+    (mlp,) = jax.tree.leaves(posterior, is_leaf=lambda x: isinstance(x, eqx.nn.MLP))
+    q = posterior(v)
+    close(jnp.concatenate([q.loc, q.log_std]), mlp(v), rtol=1e-15)

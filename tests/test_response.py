@@ -6,15 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from golden_models import close
+from golden_models import close, quick_jit
 
 import bism
-from bism import ConjugateGradient, FirstOrder, Neumann, Unroll
+from bism import ConjugateGradient, FirstOrder, NaturalGradient, Neumann, Unroll
 
 H = jnp.array([[2.0, 0.3, 0.1], [0.3, 1.0, -0.2], [0.1, -0.2, 0.5]])
 B = jnp.array([[1.0, -2.0], [0.5, 0.3], [0.0, 1.5]])
 THETA, PHI = jnp.array([0.7, -0.4]), jnp.array([1.0, -1.0, 2.0])
 BEST = jnp.linalg.solve(H, B @ THETA)
+METRIC = H + 0.5 * jnp.eye(3)
 ALPHA = 0.3
 
 
@@ -26,6 +27,9 @@ class Quadratic(eqx.Module):
     def __call__(self, theta, phi, draw):
         return 0.5 * phi @ H @ phi - phi @ (B @ theta + draw)
 
+    def metric(self, phi, draw, tangent):
+        return METRIC @ tangent
+
 
 def lower(draws=1, optimizer=None, phi=PHI):
     optimizer = optimizer or optax.sgd(1e9)  # which Unroll must not use, given one of its own
@@ -36,7 +40,7 @@ def answer(response, phi, problem=None):
     """φ̂ and dφ̂/dθ."""
     problem = problem or lower(response.draws or 1)
     jacobian = jax.jacrev(lambda theta: (response(theta, phi, problem),) * 2, has_aux=True)
-    return jax.jit(jacobian)(THETA)[::-1]
+    return quick_jit(jacobian)(THETA)[::-1]
 
 
 def test_first_order_is_a_constant():
@@ -65,10 +69,10 @@ def test_unroll_goes_on_from_the_live_optimiser_s_state():
     adam = bism.adam(0.1)
     gradient = lambda phi: H @ phi - B @ THETA
     updates, state = adam.update(gradient(PHI), adam.init(PHI), PHI)
-    live = PHI + updates
+    live = optax.apply_updates(PHI, updates)
     problem = Quadratic(adam, state, jnp.zeros((1, 3)))
     after, _ = answer(Unroll(1), live, problem)
-    close(after, live + adam.update(gradient(live), state, live)[0], rtol=1e-12)
+    close(after, optax.apply_updates(live, adam.update(gradient(live), state, live)[0]), rtol=1e-12)
     m = 0.9 * 0.1 * gradient(PHI) + 0.1 * gradient(live)
     v = 0.95 * 0.05 * gradient(PHI) ** 2 + 0.05 * gradient(live) ** 2
     expected = live - 0.1 * (m / (1 - 0.9**2)) / (jnp.sqrt(v / (1 - 0.95**2)) + 1e-8)
@@ -96,6 +100,11 @@ def test_conjugate_gradient_is_the_implicit_function_theorem():
     close(damped, jnp.linalg.solve(H + 0.25 * jnp.eye(3), B), rtol=1e-10)
     _, coarse = answer(ConjugateGradient(1, damping=0.0), BEST)
     assert jnp.max(jnp.abs(coarse - slope)) > 0.1
+
+
+def test_natural_gradient_solves_with_the_metric():
+    _, slope = answer(NaturalGradient(3, damping=0.25, tolerance=0.0), PHI)
+    close(slope, jnp.linalg.solve(METRIC + 0.25 * jnp.eye(3), B), rtol=1e-10)
 
 
 def test_the_error_of_unrolling_falls_geometrically():

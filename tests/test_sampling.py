@@ -84,15 +84,20 @@ def test_every_kernel_is_a_pure_map_of_key_and_state(case):
     if "accepted" not in info:
         assert not same(step(keys[1], state)[0], after)
 
-    # Chains side by side, and their trajectory, are steps of the same kernel from each position, all different.
-    starts = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x]), case.position)
-    states, infos = trajectory(kernel, KEY, starts, 6, every=2)
+
+@pytest.mark.parametrize("name", ["Gibbs", "joint", "annealed"])
+def test_chains_side_by_side_go_their_own_ways(name):
+    kernel, position, infos = CASES[name]
+    starts = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x]), position)
+    states, info = trajectory(kernel, KEY, starts, 6, every=2)
     last, _ = chain(kernel, KEY, starts, 6)
-    assert jax.tree.map(jnp.shape, last) == jax.tree.map(lambda x: (3, *x.shape), state)
-    assert jax.tree.map(jnp.shape, states) == jax.tree.map(lambda x: (3, 3, *x.shape), state)
-    assert set(infos) == case.info
-    position = jax.tree.leaves(last)[0]
-    assert not (position[0] == position[2]).all()
+    shapes = lambda lead: jax.tree.map(lambda x: (*lead, *x.shape), kernel.init(position))
+    assert jax.tree.map(jnp.shape, last) == shapes((3,))
+    assert jax.tree.map(jnp.shape, states) == shapes((3, 3))
+    assert set(info) == infos
+    assert all(x.shape[:2] == (3, 3) for x in info.values())
+    v = jax.tree.leaves(last)[0]
+    assert not (v[0] == v[2]).any()
 
 
 def test_gibbs_has_the_enumerated_moments():

@@ -120,7 +120,7 @@ def checkerboard(
     quick: Annotated[bool, option("20000 iterations, 2 runs: a look in two minutes on two cores.")] = False,
     out: Annotated[Path, option("Its folder. Called again, it goes on where it stopped.")] = Path("runs/checkerboard"),
 ) -> None:
-    """A small Gaussian RBM learns a checkerboard by ten methods: densities, likelihood curves, a table."""
+    """A small Gaussian RBM learns a checkerboard by twelve methods: densities, likelihood curves, a table."""
     from .experiments.checkerboard import METHODS as ALL, Settings, reproduce
 
     steps, runs = (20_000, 2) if quick else (steps, runs)

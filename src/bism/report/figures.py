@@ -6,8 +6,20 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by most eyes, on white and on near-black; the last is added for eleven lines.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A600", "#8C6BB1", "#7F7F7F", "#A65628")
+# Okabe and Ito's colours, told apart by most eyes, on white and on near-black; the last are added for eleven lines.
+COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#B8A600",
+    "#8C6BB1",
+    "#7F7F7F",
+    "#A65628",
+    "#00A6A6",
+)
 
 
 def densities(panels: Mapping[str, np.ndarray], extent: Sequence[float], top: float, columns: int = 4) -> Figure:
