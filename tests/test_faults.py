@@ -186,7 +186,7 @@ def test_interrupted_before_the_record(uninterrupted, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return host(tree)
 
-    settings = {"batch_size": 8, "validation": DATA[:4], "checkpoint_every": 5, "folder": tmp_path}
+    settings = {"batch_size": 8, "validation": DATA[:4], "folder": tmp_path, "evaluate_every": 1, "checkpoint_every": 5}
     monkeypatch.setattr(training, "_host", interrupt)
     with pytest.raises(KeyboardInterrupt):
         fit(**settings)

@@ -1,7 +1,5 @@
 """Learn energy-based models with latent variables, p(v, h) ∝ exp(−E(v, h)), from data v alone."""
 
-from importlib.metadata import version as _version
-
 from .baselines import (
     NCE as NCE,
     VNCE as VNCE,
@@ -41,5 +39,4 @@ from .sampling import (
     trajectory as trajectory,
 )
 from .training import Diverged as Diverged, Run as Run, fit as fit, load as load
-
-__version__ = _version("bism")
+from .version import __version__ as __version__

@@ -1,6 +1,7 @@
 """`fit`: the one loop, for every method."""
 
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from .energy import EBLVM, EBM
 from .method import Method, State, parameters
 from .posterior import Posterior
 from .progress import Progress
+from .version import __version__
 
 Maker = Callable[[PRNGKeyArray], Any]
 Evaluation = Callable[[Any, Any], Float[Array, ""]]
@@ -34,7 +36,6 @@ class Loop(eqx.Module):
     """All that changes from one iteration to the next: what a checkpoint holds."""
 
     state: State
-    order: Array  # this epoch's shuffle of the data
     best: State | None  # the state of least validation loss so far
     best_loss: Array
 
@@ -124,8 +125,8 @@ def fit(
     data = as_data(data, "data")
     held_out = None if validation is None else as_data(validation, "validation", like=data)
     log_every = max(steps // 100, 1) if log_every is None else log_every
-    evaluate_every = max(steps // 10, 1) if evaluate_every is None else evaluate_every
-    checkpoint_every = max(steps // 10, 1) if checkpoint_every is None else checkpoint_every
+    evaluate_every = 10 * log_every if evaluate_every is None else evaluate_every
+    checkpoint_every = 10 * log_every if checkpoint_every is None else checkpoint_every
     intervals = {"log_every": log_every, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     _check_counts(data, steps=steps, batch_size=batch_size, seeds=1 if seeds is None else seeds, keep=keep, **intervals)
     key = jax.random.key(key) if isinstance(key, int) else key
@@ -142,7 +143,7 @@ def fit(
     arrays, static = eqx.partition(loop, eqx.is_array)
     arrays = jax.tree.map(jnp.copy, arrays)
     over_seeds = (lambda fn, axes: fn) if seeds is None else (lambda fn, axes: jax.vmap(fn, in_axes=axes))
-    run_chunk = jax.jit(over_seeds(_chunk(method, static, batch_size), (0, None, None, 0, None)), donate_argnums=0)
+    run_block = jax.jit(over_seeds(_block(method, static), (0, 0, 0, None, None)), donate_argnums=0)
     run_evaluations = jax.jit(over_seeds(_evaluations(evaluate or {}, static), (0,)))
     run_validation = jax.jit(over_seeds(_validation(method, static), (0, None, 0)))
 
@@ -160,23 +161,24 @@ def fit(
         _write_config(folder, method, key, settings, config)
     started, begun_at = time.perf_counter(), run.step
     bar = Progress(steps, progress, start=run.step)
-    pending = None  # what the last chunk returned, until it is recorded
+    block = math.gcd(*intervals.values())  # iterations between two moments when something is to be done
+    batches = _Batches(len(data), batch_size, loop_key, over_seeds)
+    pending = []  # (iterations, metrics, first bad one) of the blocks that are not recorded yet
 
     def settle() -> None:
-        """Record the last chunk: on the way, or when an interruption came before it was."""
-        nonlocal arrays, pending
-        if pending is None:
+        """Record the last blocks: on the way, or when an interruption came before it was done."""
+        nonlocal arrays
+        if not pending:
             return
-        metrics, bad = pending
-        _stop_if_bad(bad, checkpoints)
+        _stop_if_bad([bad for _, _, bad in pending], checkpoints)
         run.seconds = time.perf_counter() - started
-        record = {"step": run.step, "seconds": round(run.seconds, 3)} | _host(metrics)
+        record = {"step": run.step, "seconds": round(run.seconds, 3)} | _mean(pending)
         if run.step % evaluate_every == 0 or run.step == steps:
             record |= _host(run_evaluations(arrays))
             if held_out is not None:
                 arrays, losses = run_validation(arrays, held_out, loop_key)
                 record["validation"] = _host(losses)
-        pending = None
+        pending.clear()
         run.history.append(record)
         run.loop = eqx.combine(jax.tree.map(jnp.copy, arrays) if callbacks else arrays, static)
         if folder is not None:
@@ -188,13 +190,15 @@ def fit(
 
     try:
         while run.step < steps:
-            stop = min(_next(run.step, every, steps) for every in (log_every, evaluate_every, checkpoint_every))
-            stop = stop if run.step else 1  # the first iteration alone, so that a mistake shows at once
-            arrays, *pending = run_chunk(arrays, run.step, stop - run.step, loop_key, data)
+            stop = min((run.step // block + 1) * block, steps)
+            iterations = jnp.arange(run.step, stop)
+            arrays, *found = run_block(arrays, batches.rows(run.step, stop), loop_key, iterations, data)
+            pending.append((stop - run.step, *found))
             run.step = stop
-            settle()
-            for callback in callbacks:
-                callback(run)
+            if stop == steps or any(stop % every == 0 for every in intervals.values()):
+                settle()
+                for callback in callbacks:
+                    callback(run)
     except KeyboardInterrupt:
         settle()
         if checkpoints and run.step:
@@ -237,40 +241,55 @@ def _begin(method, model, posterior, data, batch_size, key, seeds, validated):
         made = model if isinstance(model, (EBM, EBLVM)) else model(model_key)
         q = posterior if posterior is None or isinstance(posterior, Posterior) else posterior(posterior_key)
         state = method.init(made, q, batch=data[:batch_size], key=init_key)
-        order = jnp.zeros(len(data), jnp.int32)
-        return Loop(state, order, state if validated else None, jnp.array(jnp.inf)), loop_key
+        return Loop(state, state if validated else None, jnp.array(jnp.inf)), loop_key
 
     return begin(key) if seeds is None else eqx.filter_vmap(begin)(jax.random.split(key, seeds))
 
 
-def _chunk(method, static, batch_size):
-    """Iterations `start` to `start + count` in one compiled loop, whatever the count."""
+class _Batches:
+    """The rows of the data in each iteration's batch: every epoch a new shuffle, of which only the key is kept."""
 
-    def chunk(arrays, start, count, key, data):
-        per_epoch = len(data) // batch_size
-        example = eqx.filter_eval_shape(method.step, eqx.combine(arrays, static).state, data[:batch_size], key)[1]
-        totals = {name: jnp.zeros((), value.dtype) for name, value in example.items()}
+    def __init__(self, count, batch_size, key, over_seeds):
+        self.per_epoch, self.key = count // batch_size, key
+        self.first, self.rows_of = 0, None  # the iteration of the first of the rows at hand
 
-        def iteration(i, carry):
-            arrays, totals, bad = carry
+        def shuffle(epochs, key):
+            one = lambda epoch: jax.random.permutation(jax.random.fold_in(key, epoch), count).astype(jnp.int32)
+            rows = jax.vmap(one)(epochs)[:, : self.per_epoch * batch_size]
+            return rows.reshape(-1, batch_size)
+
+        self.shuffle = jax.jit(over_seeds(shuffle, (None, 0)))
+
+    def rows(self, start: int, stop: int) -> Array:
+        """(iterations, batch), after an axis of the seeds where there are any."""
+        if self.rows_of is None or not self.first <= start <= stop <= self.first + self.rows_of.shape[-2]:
+            epoch = start // self.per_epoch
+            # The epoch after the last one needed too, so that the number is the same whatever the start.
+            epochs = epoch + jnp.arange((stop - start - 1) // self.per_epoch + 2)
+            self.first, self.rows_of = epoch * self.per_epoch, self.shuffle(epochs, self.key)
+        return self.rows_of[..., start - self.first : stop - self.first, :]
+
+
+def _block(method, static):
+    """Iterations in one compiled loop, a batch of rows for each."""
+
+    def block(arrays, rows, key, iterations, data):
+        def one(arrays, at):
+            i, rows = at
             loop = eqx.combine(arrays, static)
-            epoch, place = i // per_epoch, i % per_epoch
-            shuffle = lambda: jax.random.permutation(jax.random.fold_in(key, epoch), len(data)).astype(jnp.int32)
-            order = jax.lax.cond(place == 0, shuffle, lambda: loop.order)
-            batch = data[jax.lax.dynamic_slice(order, (place * batch_size,), (batch_size,))]
-            state, metrics = method.step(loop.state, batch, jax.random.fold_in(jax.random.fold_in(key, i), 1))
-            loop = Loop(state, order, loop.best, loop.best_loss)
-            finite = jnp.all(jnp.array([jnp.isfinite(value) for value in metrics.values()]))
-            bad = jnp.where((bad < 0) & ~finite, i, bad)
-            return eqx.filter(loop, eqx.is_array), jax.tree.map(jnp.add, totals, metrics), bad
+            state, metrics = method.step(loop.state, data[rows], jax.random.fold_in(jax.random.fold_in(key, i), 1))
+            loop = Loop(state, loop.best, loop.best_loss)
+            return eqx.filter(loop, eqx.is_array), metrics
 
-        arrays, totals, bad = jax.lax.fori_loop(start, start + count, iteration, (arrays, totals, jnp.array(-1)))
+        arrays, metrics = jax.lax.scan(one, arrays, (iterations, rows))
+        finite = jnp.all(jnp.array([jnp.isfinite(values) for values in metrics.values()]), 0)
         # The last update may have spoilt what the next loss would show.
-        spoilt = ~jnp.all(jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(parameters(arrays.state))]))
-        bad = jnp.where((bad < 0) & spoilt, start + count - 1, bad)
-        return arrays, {name: total / count for name, total in totals.items()}, bad
+        sound = jnp.all(jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(parameters(arrays.state))]))
+        finite = finite.at[-1].set(finite[-1] & sound)
+        bad = jnp.where(finite.all(), -1, iterations[jnp.argmin(finite)])
+        return arrays, {name: values.mean() for name, values in metrics.items()}, bad
 
-    return chunk
+    return block
 
 
 def _evaluations(evaluate, static):
@@ -290,14 +309,10 @@ def _validation(method, static):
         better = loss < loop.best_loss
         choose = lambda new, old: jnp.where(better, new, old) if eqx.is_array(new) else new
         best = jax.tree.map(choose, loop.state, loop.best)
-        loop = Loop(loop.state, loop.order, best, jnp.where(better, loss, loop.best_loss))
+        loop = Loop(loop.state, best, jnp.where(better, loss, loop.best_loss))
         return eqx.filter(loop, eqx.is_array), loss
 
     return run
-
-
-def _next(step, every, steps):
-    return min((step // every + 1) * every, steps)
 
 
 def _host(tree):
@@ -305,8 +320,15 @@ def _host(tree):
     return jax.tree.map(lambda x: np.asarray(x).tolist(), tree)
 
 
+def _mean(pending):
+    """The metrics of several blocks in one, as plain numbers."""
+    weights = np.array([count for count, _, _ in pending])
+    rows = [jax.tree.map(np.asarray, metrics) for _, metrics, _ in pending]
+    return {name: np.average([row[name] for row in rows], 0, weights).tolist() for name in rows[0]}
+
+
 def _stop_if_bad(bad, checkpoints):
-    bad = np.atleast_1d(np.asarray(bad))
+    bad = np.atleast_1d(next((b for b in map(np.asarray, bad) if (b >= 0).any()), -1))
     if (bad < 0).all():
         return
     seed = int(np.argmax(bad >= 0))
@@ -331,9 +353,8 @@ def _check_counts(data, *, batch_size, **counts):
 
 def _write_config(folder, method, key, settings, config):
     folder.mkdir(parents=True, exist_ok=True)
-    versions = {name: version(name) for name in ("bism", "jax", "equinox", "optax")} | {
-        "python": platform.python_version()
-    }
+    versions = {name: version(name) for name in ("jax", "equinox", "optax")}
+    versions |= {"bism": __version__, "python": platform.python_version()}
     device = jax.devices()[0]
     about = settings | {
         "method": eqx.tree_pformat(method, width=100),
