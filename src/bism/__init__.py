@@ -11,9 +11,10 @@ from .bilevel import BiSM as BiSM
 from .divergence import KL as KL, Divergence as Divergence, Fisher as Fisher
 from .energy import EBLVM as EBLVM, EBM as EBM, fisher as fisher, score as score, surrogate_score as surrogate_score
 from .likelihood import Grid as Grid, log_likelihood as log_likelihood, log_partition as log_partition
-from .method import Method as Method, State as State, adam as adam
+from .method import Method as Method, State as State
 from .models import GaussianRBM as GaussianRBM, MLPEnergy as MLPEnergy, MLPFreeEnergy as MLPFreeEnergy
 from .objective import DSM as DSM, MDSM as MDSM, SM as SM, SSM as SSM, Objective as Objective
+from .optimizer import adam as adam
 from .posterior import (
     BernoulliPosterior as BernoulliPosterior,
     Distribution as Distribution,

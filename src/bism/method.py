@@ -9,16 +9,12 @@ import jax
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from .optimizer import adam
 from .posterior import Posterior
 
 Model = Any  # an EBM, an EBLVM or both: each method says in `init` which it needs
 Batch = Float[Array, "batch ..."]
 Metrics = dict[str, Float[Array, ""]]
-
-
-def adam(learning_rate: optax.ScalarOrSchedule = 1e-3, b1=0.9, b2=0.95, eps=1e-8) -> optax.GradientTransformation:
-    """Adam as the paper ran it, and safe to unroll: `eps_root` keeps the root's slope finite at a zero gradient."""
-    return optax.adam(learning_rate, b1, b2, eps, eps_root=1e-20)
 
 
 class State(eqx.Module):

@@ -14,9 +14,10 @@ from .baselines import NCE, VNCE, ContrastiveDivergence, MaximumLikelihood, Scor
 from .bilevel import BiSM
 from .data import as_data, load
 from .divergence import KL, Fisher
-from .method import Method, adam
+from .method import Method
 from .models import GaussianRBM, MLPEnergy, MLPFreeEnergy
 from .objective import DSM, MDSM, SM, SSM
+from .optimizer import adam
 from .posterior import BernoulliPosterior, GaussianPosterior
 from .response import ConjugateGradient, FirstOrder, Unroll
 from .sampling import sample

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 from jaxtyping import PyTree
 
 from .descent import descend
@@ -133,10 +134,25 @@ class ConjugateGradient(Implicit):
             raise ValueError("ConjugateGradient: needs iterations >= 1 and damping >= 0.")
 
     def solve(self, curvature, b):
-        def damped(x):
-            return jax.tree.map(lambda x, hx: hx + self.damping * x, x, curvature(x))
+        flat, restore = ravel_pytree(b)
 
-        return jax.scipy.sparse.linalg.cg(damped, b, tol=self.tolerance, maxiter=self.iterations)[0]
+        # Always all iterations, so that a GPU has nothing to ask the host; once converged, or where the curvature is
+        # not positive, they change nothing.
+        def step(carry, _):
+            x, residual, direction, size = carry
+            curved = ravel_pytree(curvature(restore(direction)))[0] + self.damping * direction
+            along = jnp.vdot(direction, curved)
+            length = size / along
+            residual = residual - length * curved
+            new_size = jnp.vdot(residual, residual)
+            moved = x + length * direction, residual, residual + new_size / size * direction, new_size
+            going = (size > self.tolerance**2 * total) & (along > 0)
+            return jax.tree.map(lambda new, old: jnp.where(going, new, old), moved, carry), None
+
+        total = jnp.vdot(flat, flat)
+        start = (jnp.zeros_like(flat), flat, flat, total)
+        unroll = self.iterations if self.iterations <= 16 else 1
+        return restore(jax.lax.scan(step, start, length=self.iterations, unroll=unroll)[0][0])
 
 
 class NaturalGradient(ConjugateGradient):

@@ -18,9 +18,10 @@ from ..data import freyface
 from ..diagnosis import Diagnosis, diagnose
 from ..divergence import KL
 from ..energy import fisher
-from ..method import Method, adam
+from ..method import Method
 from ..models import GaussianRBM
 from ..objective import DSM, SSM
+from ..optimizer import adam
 from ..posterior import BernoulliPosterior
 from ..response import FirstOrder, Unroll
 from ..sampling import Gibbs, chain

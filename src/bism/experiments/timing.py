@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -9,6 +10,8 @@ import jax
 from ..method import Method
 from ..models import GaussianRBM
 from ..posterior import BernoulliPosterior
+
+BLOCK = 100  # iterations in one compiled loop
 
 
 def milliseconds(
@@ -21,21 +24,23 @@ def milliseconds(
     posterior = BernoulliPosterior.linear(v_dim, h_dim, key=key)
     arrays, static = eqx.partition(method.init(model, posterior, batch=data[:batch_size], key=key), eqx.is_array)
 
-    @jax.jit
+    @partial(jax.jit, static_argnums=1)
     def iterate(arrays, steps, key):
-        def one(i, arrays):
-            batch_key, step_key = jax.random.split(jax.random.fold_in(key, i))
-            batch = data[jax.random.randint(batch_key, (batch_size,), 0, count)]
-            state, _ = method.step(eqx.combine(arrays, static), batch, step_key)
-            return eqx.filter(state, eqx.is_array)
+        def one(arrays, at):
+            rows, key = at
+            state, _ = method.step(eqx.combine(arrays, static), data[rows], key)
+            return eqx.filter(state, eqx.is_array), None
 
-        return jax.lax.fori_loop(0, steps, one, arrays)
+        rows = jax.random.randint(key, (steps, batch_size), 0, count)
+        return jax.lax.scan(one, arrays, (rows, jax.random.split(key, steps)))[0]
 
-    def timed(steps):
+    def timed(times):
         begun = time.perf_counter()
-        jax.block_until_ready(iterate(arrays, steps, key))
-        return time.perf_counter() - begun
+        for _ in range(times):
+            out = iterate(arrays, BLOCK, key)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - begun) / (times * BLOCK)
 
     timed(1)
-    steps = max(int(seconds / (timed(10) / 10)), 1)
-    return 1e3 * statistics.median(timed(steps) / steps for _ in range(repeats))
+    times = max(int(seconds / (timed(1) * BLOCK)), 1)
+    return 1e3 * statistics.median(timed(times) for _ in range(repeats))
