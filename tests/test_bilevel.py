@@ -148,7 +148,7 @@ def test_lower_steps_and_first_order_agree_with_the_reference(reference, front, 
         close(after.posterior.net.weight, r.expected(f"K{steps}_posterior_weight"))
         close(after.posterior.net.bias, r.expected(f"K{steps}_posterior_bias"))
     adam = after.lower_opt_state
-    assert adam.count == 5
+    assert adam.iteration == 5
     for name in ("weight", "bias"):
         close(getattr(adam.mu.net, name), r.expected(f"K5_adam_m_{name}"))
         close(getattr(adam.nu.net, name), r.expected(f"K5_adam_v_{name}"))

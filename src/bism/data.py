@@ -112,7 +112,7 @@ NAMED: dict[str, Callable[..., np.ndarray]] = {
 def freyface(
     folder: str | Path | None = None, url: str = "https://cs.nyu.edu/~roweis/data/frey_rawface.mat"
 ) -> np.ndarray:
-    """The 1,965 Frey faces, consecutive frames of a video, as rows of 560 values in [0, 1].
+    """The 1,965 Frey faces, consecutive frames of a video, of 28 × 20 values in [0, 1].
 
     Read from freyface.npz or frey_rawface.mat in `folder` (BISM_DATA if not given), else fetched there from their home.
     """
@@ -132,7 +132,7 @@ def freyface(
         images = loadmat(path)["ff"].T.reshape(-1, 28, 20)
     if hashlib.sha256(np.ascontiguousarray(images).tobytes()).hexdigest() != FREY_SHA256:
         raise ValueError(f"{folder}: the Frey faces there are not the known ones; delete the file to fetch it again.")
-    return images.reshape(len(images), -1).astype(np.float32) / 255
+    return images.astype(np.float32) / 255
 
 
 def load(name: str, count: int = 60_000, seed: int = 0) -> np.ndarray:

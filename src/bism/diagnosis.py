@@ -4,6 +4,7 @@ The reference is the lower problem solved to convergence on one batch under fixe
 theorem's derivative there: the right-hand gradient of Theorem 2. Against it stand the responses a run could use.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from .bilevel import BiSM, Draw, LowerLevel
 from .descent import descend
 from .divergence import Fisher
 from .method import State, parameters
+from .objective import DSM, MDSM, Objective
 from .response import ConjugateGradient, FirstOrder, NaturalGradient, Response, Unroll
 
 
@@ -33,13 +35,30 @@ class Candidate:
 
 
 @dataclass
+class Rate:
+    """Theorem 2 measured: the bias after N unrolled gradient steps of size 1/λ, λ the largest curvature at φ*."""
+
+    steps: np.ndarray
+    bias: np.ndarray
+
+    @property
+    def fit(self) -> tuple[float, float]:
+        """κ and R² of the straight line through log bias over N: bias ∝ κᴺ."""
+        keep = self.bias > 1e-10
+        if keep.sum() < 3:
+            return math.nan, math.nan
+        x, y = self.steps[keep], np.log(self.bias[keep])
+        slope, intercept = np.polyfit(x, y, 1)
+        return float(np.exp(slope)), float(1 - np.var(y - slope * x - intercept) / np.var(y))
+
+
+@dataclass
 class Diagnosis:
     candidates: list[Candidate]
     distance: dict[int, float]  # ‖φ⁰ − φ*‖ by K
-    reference_norm: float
     residual: float  # ‖∂Ĝ/∂φ‖ at φ*, relative to that at φ: how well the reference is solved
-    kappa: float | None  # Theorem 2's rate, fitted to the bias over N
-    r_squared: float | None
+    rate: Rate
+    fisher: dict[float, float]  # of q from the posterior, by the level of noise on v; empty where h is discrete
 
     def bias(self, lower_steps: int) -> tuple[np.ndarray, np.ndarray]:
         """(N, bias) at one K."""
@@ -73,48 +92,56 @@ def diagnose(
     unrolls: Sequence[int] = (0, 1, 2, 5, 10, 20),
     lower_steps: Sequence[int] = (0, 5, 20),
     implicit: Sequence[Response] = (NaturalGradient(), ConjugateGradient()),
-    optimizer: optax.GradientTransformation | None = None,
+    theorem: Sequence[int] = (0, 1, 3, 10, 30, 100, 300),
 ) -> Diagnosis:
-    """Measure the gradient bias of each N and K, and of the implicit responses, on one batch.
+    """Measure, on one batch, the gradient bias of each N and K, of the implicit responses, and Theorem 2's rate.
 
-    `optimizer` unrolls instead of the method's own: optax.sgd(α) is the one Theorem 2 speaks of.
+    All is computed in double precision: in single, the lower problem is not solved well enough to be a reference.
     """
     if not isinstance(method, BiSM):
         raise TypeError(f"diagnose is for bi-level methods; {type(method).__name__} has no lower level.")
-    problem = _Problem.of(method, state, batch, key)
-    start = parameters(state.posterior)
-    solved, residual = problem.solve(start)
-    reference = problem.hypergradient(
-        ConjugateGradient(500, damping=0.0, tolerance=1e-10), solved, state.lower_opt_state
-    )
-    norm = float(optax.global_norm(reference))
+    with jax.enable_x64(True):
+        state, batch = jax.tree.map(
+            lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, (state, jnp.asarray(batch))
+        )
+        problem = _Problem.of(method, state, batch, key)
+        start = parameters(state.posterior)
+        solved, residual = problem.solve(start)
+        exact = ConjugateGradient(500, damping=0.0, tolerance=1e-12)
+        reference = problem.hypergradient(exact, solved, state.lower_opt_state)
 
-    candidates, distance = [], {}
-    for steps in lower_steps:
-        phi, opt_state = problem.descend(start, state.lower_opt_state, steps)
-        distance[steps] = float(optax.global_norm(jax.tree.map(jnp.subtract, phi, solved)))
+        def bias(gradient):
+            return float(_distance(gradient, reference) / optax.tree.norm(reference))
+
         responses: list[tuple[str, int | None, Response]] = [
-            (f"N={n}", n, Unroll(n, optimizer) if n else FirstOrder()) for n in unrolls
+            (f"N={n}", n, Unroll(n) if n else FirstOrder()) for n in unrolls
         ]
         responses += [(type(r).__name__, None, r) for r in implicit]
-        for name, unroll, response in responses:
-            gradient, milliseconds = problem.timed(response, phi, opt_state)
-            bias = float(optax.global_norm(jax.tree.map(jnp.subtract, gradient, reference))) / norm
-            candidates.append(Candidate(name, steps, unroll, bias, milliseconds))
-    found = Diagnosis(candidates, distance, norm, float(residual), None, None)
-    found.kappa, found.r_squared = fit_rate(*found.bias(max(lower_steps)))
-    return found
+        candidates, distance = [], {}
+        for steps in lower_steps:
+            phi, opt_state = problem.descend(start, state.lower_opt_state, steps)
+            distance[steps] = float(_distance(phi, solved))
+            for name, unroll, response in responses:
+                gradient, milliseconds = problem.timed(response, phi, opt_state)
+                candidates.append(Candidate(name, steps, unroll, bias(gradient), milliseconds))
+
+        descent = optax.sgd(1 / float(problem.largest_curvature(solved)))
+        plain = [Unroll(n, descent) if n else FirstOrder() for n in theorem]
+        rate = [bias(problem.hypergradient(response, start, state.lower_opt_state)) for response in plain]
+        levels = noise_levels(method.objective)
+        fisher = {} if state.posterior.discrete else posterior_fisher(state, batch, key, levels)
+        return Diagnosis(candidates, distance, float(residual), Rate(np.array(theorem), np.array(rate)), fisher)
 
 
-def fit_rate(steps: np.ndarray, bias: np.ndarray) -> tuple[float | None, float | None]:
-    """(κ, R²) of the straight line through log bias over N: bias ∝ κᴺ."""
-    keep = bias > 1e-12
-    if keep.sum() < 3:
-        return None, None
-    x, y = steps[keep].astype(float), np.log(bias[keep])
-    slope, intercept = np.polyfit(x, y, 1)
-    explained = 1 - np.var(y - slope * x - intercept) / np.var(y)
-    return float(np.exp(slope)), float(explained)
+def noise_levels(objective: Objective, count: int = 4) -> list[float]:
+    """Levels of noise on v at which q was trained, from none."""
+    if isinstance(objective, MDSM):
+        return [0.0, *np.asarray(objective.levels(count)).tolist()]
+    return [0.0, objective.sigma] if isinstance(objective, DSM) else [0.0]
+
+
+def _distance(a, b):
+    return optax.tree.norm(jax.tree.map(jnp.subtract, a, b))
 
 
 class _Problem(eqx.Module):
@@ -150,26 +177,39 @@ class _Problem(eqx.Module):
         return descend(loss, lower.optimizer, phi, opt_state, self.draws(steps))[:2]
 
     @eqx.filter_jit
-    def solve(self, phi, iterations: int = 2000):
+    def solve(self, phi, iterations: int = 5000):
         """φ* of this batch, and how much of the gradient is left there."""
         lower = self.lower()
         loss = lambda phi: lower(self.theta, phi, self.lower_draw)
         optimizer = optax.lbfgs(memory_size=20)
         value_and_grad = optax.value_and_grad_from_state(loss)
-        first = optax.global_norm(jax.grad(loss)(phi))
+        first = optax.tree.norm(jax.grad(loss)(phi))
 
         def more(carry):
             i, _, _, size = carry
-            return (i < iterations) & (size > 1e-10 * first)
+            return (i < iterations) & (size > 1e-9 * first)
 
         def step(carry):
             i, phi, opt_state, _ = carry
             value, gradient = value_and_grad(phi, state=opt_state)
             updates, opt_state = optimizer.update(gradient, opt_state, phi, value=value, grad=gradient, value_fn=loss)
-            return i + 1, optax.apply_updates(phi, updates), opt_state, optax.global_norm(gradient)
+            return i + 1, optax.apply_updates(phi, updates), opt_state, optax.tree.norm(gradient)
 
         _, phi, _, size = jax.lax.while_loop(more, step, (0, phi, optimizer.init(phi), first))
         return phi, size / first
+
+    @eqx.filter_jit
+    def largest_curvature(self, phi):
+        """By power iterations."""
+        lower = self.lower()
+        curved = jax.linearize(jax.grad(lambda phi: lower(self.theta, phi, self.lower_draw)), phi)[1]
+
+        def power(x, _):
+            x = curved(x)
+            size = optax.tree.norm(x)
+            return jax.tree.map(lambda x: x / size, x), size
+
+        return jax.lax.scan(power, jax.tree.map(jnp.ones_like, phi), length=100)[1][-1]
 
     @eqx.filter_jit
     def hypergradient(self, response, phi, opt_state):

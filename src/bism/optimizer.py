@@ -1,6 +1,6 @@
 """Adam for both levels: as the paper ran it, safe to differentiate, and few operations for a chip to launch."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 
 class AdamState(NamedTuple):
-    count: Int[Array, ""]
+    iteration: Int[Array, ""]
     mu: PyTree
     nu: PyTree
     fading: tuple[Float[Array, ""], Float[Array, ""]]  # β₁ᵗ and β₂ᵗ
@@ -29,12 +29,12 @@ def adam(learning_rate: optax.ScalarOrSchedule = 1e-3, b1=0.9, b2=0.95, eps=1e-8
         mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
         nu = jax.tree.map(lambda n, g: b2 * n + (1 - b2) * g**2, state.nu, updates)
         first, second = b1 * state.fading[0], b2 * state.fading[1]
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        rate: Any = learning_rate(state.iteration) if callable(learning_rate) else learning_rate
 
         def step(m, n):
             scaled = n / (1 - second).astype(n.dtype)
             return -rate * (m / (1 - first).astype(m.dtype)) / (jnp.sqrt(scaled + tiny) + eps)
 
-        return jax.tree.map(step, mu, nu), AdamState(state.count + 1, mu, nu, (first, second))
+        return jax.tree.map(step, mu, nu), AdamState(state.iteration + 1, mu, nu, (first, second))
 
     return optax.GradientTransformation(init, update)
