@@ -14,7 +14,7 @@ def test_the_steps_are_optax_s(rate):
     ours, theirs = adam(rate), optax.adam(rate, 0.9, 0.95, eps_root=1e-20)
     (a, b), states = (PARAMS, PARAMS), (ours.init(PARAMS), theirs.init(PARAMS))
     for i in range(20):
-        gradients = [jax.tree.map(lambda x: jnp.sin((i + 1) * x), params) for params in (a, b)]
+        gradients = [jax.tree.map(lambda x, i=i: jnp.sin((i + 1) * x), params) for params in (a, b)]
         (da, sa), (db, sb) = (o.update(g, s) for o, g, s in zip((ours, theirs), gradients, states, strict=True))
         a, b, states = optax.apply_updates(a, da), optax.apply_updates(b, db), (sa, sb)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -29,4 +29,5 @@ def test_the_slope_at_a_zero_gradient_is_finite():
 def test_parameters_keep_their_precision():
     params = jnp.ones(3, jnp.float32)
     updates, state = adam().update(params, adam().init(params))
-    assert updates.dtype == state.mu.dtype == state.nu.dtype == jnp.float32
+    moments = [optax.tree.get(state, name) for name in ("mu", "nu")]
+    assert [x.dtype for x in jax.tree.leaves([updates, *moments])] == 3 * [jnp.float32.dtype]

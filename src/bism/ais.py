@@ -89,6 +89,7 @@ def ais(
         schedule_key, key = jax.random.split(key)
         linear = schedule == "linear"
         schedule = linear_schedule(temperatures) if linear else adaptive_schedule(model, schedule_key)
+    _check(schedule)
     return estimate(_forward(model, key, jnp.asarray(schedule), chains) + log_base(model))
 
 
@@ -105,6 +106,7 @@ def reverse_ais(
     With `ais` it brackets log Z (Grosse et al., 2015), as far as the samples are the model's own.
     """
     schedule = linear_schedule(temperatures) if schedule is None else schedule
+    _check(schedule)
     log_weights = _backward(model, key, jnp.asarray(schedule), jnp.asarray(samples))
     found = estimate(log_weights)
     base = float(log_base(model))
@@ -124,6 +126,11 @@ def exact_samples(model: GaussianRBM, key: PRNGKeyArray, count: int) -> Float[Ar
 def estimate(log_weights: Float[Array, " chains"]) -> Estimate:
     """The log of the mean weight, with an interval from the spread of the weights."""
     log_weights = jnp.asarray(log_weights)
+    if not jnp.isfinite(log_weights).all():
+        raise FloatingPointError(
+            "Some chains left the finite numbers: the coupling is too strong for the scale of v. Standardise the data, "
+            "bound log_sigma or train with a smaller learning rate."
+        )
     count = len(log_weights)
     log_mean = jax.nn.logsumexp(log_weights) - jnp.log(count)
     ratio = jnp.exp(log_weights - log_mean)
@@ -131,6 +138,11 @@ def estimate(log_weights: Float[Array, " chains"]) -> Estimate:
     low = float(log_mean) + np.log(max(1 - error, 1e-12)) if error < 1 else -np.inf
     high = float(log_mean) + np.log1p(error)
     return Estimate(float(log_mean), low, high, float(_effective(log_weights)), np.asarray(log_weights))
+
+
+def _check(schedule):
+    if len(schedule) < 2 or schedule[0] != 0 or schedule[-1] != 1 or (jnp.diff(schedule) <= 0).any():
+        raise ValueError("AIS: a schedule must rise from 0 to 1.")
 
 
 def _effective(log_weights):
