@@ -248,15 +248,21 @@ def test_the_fully_visible_energy_has_the_same_head_on_the_features(model, g):
     close(each(visible.free_energy, g["v"]), (np.where(x > 0, x, np.expm1(x)) ** 2).sum(1))
 
 
-def test_a_convolution_and_its_pooling_are_one_convolution():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_convolution_and_its_pooling_are_one_convolution(platform, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     layer = eqx.nn.Conv2d(3, 5, 3, padding=1, key=KEY)
     x = jax.random.normal(jax.random.key(1), (3, 8, 16))
     close(convolve(layer, x), layer(x), 1e-12, 1e-12)
     close(convolve(layer, x, pool=True), average_pool(layer(x)), 1e-12, 1e-12)
     close(average_pool(x), eqx.nn.AvgPool2d(2, 2)(x), 1e-12, 1e-12)
+    halving = eqx.nn.Conv2d(3, 4, 3, stride=2, padding=1, key=KEY)
+    close(convolve(halving, x), halving(x), 1e-12, 1e-12)
+    assert ("conv_general_dilated" in str(jax.make_jaxpr(partial(convolve, layer))(x))) == (platform == "gpu")
 
 
-def test_the_whole_network_runs_its_encoder_once_for_all_h(model, g):
+def test_the_whole_network_runs_its_encoder_once_for_all_h(model, g, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # where convolutions have a name to count
     v, hs = jnp.asarray(g["v"][0]), jnp.asarray(g["h_particles"][:, 0])
     of_one = str(jax.make_jaxpr(model.net)(v)).count("conv_general_dilated")
     assert (

@@ -8,13 +8,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Num
 
 FREY_SHA256 = "2438ba4f0d2a6bd8bac43de756141eaa33c8d248dd613d464bdb1210d9b7af78"  # of the pixels
 
 
-def as_data(x: Any, name: str = "data", like: Array | None = None) -> Float[Array, "count ..."]:
-    """`x` on the device in the working precision, or an error that says what is wrong with it and what to do."""
+def as_data(x: Any, name: str = "data", like: Array | None = None, stored: bool = False) -> Num[Array, "count ..."]:
+    """`x` on the device, or an error that says what is wrong with it and what to do.
+
+    In the working precision, or, `stored`, in its own type, which may be bytes.
+    """
     if isinstance(x, (str, Path)):
         x = load(str(x))
     x = np.asarray(x) if not isinstance(x, jnp.ndarray) else x
@@ -22,6 +25,10 @@ def as_data(x: Any, name: str = "data", like: Array | None = None) -> Float[Arra
         raise ValueError(f"{name} must have one example a row, shape (count, ...); it has shape {tuple(x.shape)}.")
     if x.size == 0:
         raise ValueError(f"{name} is empty: shape {tuple(x.shape)}.")
+    if like is not None and x.shape[1:] != like.shape[1:]:
+        raise ValueError(f"{name} has examples of shape {tuple(x.shape[1:])} and the data of {tuple(like.shape[1:])}.")
+    if stored and np.issubdtype(x.dtype, np.integer):
+        return jnp.asarray(x)
     if not np.issubdtype(x.dtype, np.floating):
         raise TypeError(
             f"{name} is of type {x.dtype}; score matching needs real numbers. Convert it, as in "
@@ -33,9 +40,7 @@ def as_data(x: Any, name: str = "data", like: Array | None = None) -> Float[Arra
         raise ValueError(
             f"{name} has {int(bad.sum())} NaN or infinite values, first in row {row}. Drop those rows or impute them."
         )
-    if like is not None and x.shape[1:] != like.shape[1:]:
-        raise ValueError(f"{name} has examples of shape {tuple(x.shape[1:])} and the data of {tuple(like.shape[1:])}.")
-    return jnp.asarray(x, jnp.result_type(float))
+    return jnp.asarray(x) if stored else jnp.asarray(x, jnp.result_type(float))
 
 
 def load_file(path: Path) -> np.ndarray:

@@ -2,14 +2,16 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 
 class Progress:
-    def __init__(self, steps: int, show: bool | str = True, start: int = 0):
+    def __init__(self, steps: int, show: bool | str = True, start: int = 0, rate: Callable[[float], str] | None = None):
         self._bar = self._console = None
+        self.rate = rate or (lambda rate: f"{rate:,.0f} it/s")
         self.label = show if isinstance(show, str) else "training"
         self.steps, self._told, self._told_at = steps, start, time.perf_counter()
         if not show:
@@ -28,7 +30,7 @@ class Progress:
         if self._console is None:
             return
         shown = {name: value for name, value in record.items() if name not in ("step", "seconds")}
-        facts = "  ".join([f"{rate:,.0f} it/s", *(f"{name} {_short(value)}" for name, value in shown.items())])
+        facts = "  ".join([self.rate(rate), *(f"{name} {_short(value)}" for name, value in shown.items())])
         if self._bar is not None:
             self._bar.update(self._task, completed=step, facts=facts)
         elif step == self.steps or (step - self._told >= self.steps // 10 and time.perf_counter() - self._told_at > 10):

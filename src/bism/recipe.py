@@ -139,12 +139,10 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, progress: bool 
     train_set, held_out = recipe.split()
     scale = Scale.of(train_set, recipe.standardise)
     method, model, posterior = recipe.build(train_set.shape[1])
-    if (folder / "config.json").exists():
-        found = recipe_of(folder)
-        if resume and found != recipe:
-            changed = [f.name for f in fields(recipe) if getattr(found, f.name) != getattr(recipe, f.name)]
-            if changed != ["steps"]:
-                raise ValueError(f"{folder} was trained with other settings: {', '.join(changed)}. Give the same ones.")
+    if resume and (folder / "config.json").exists():
+        changed = changes(recipe_of(folder), recipe)
+        if changed not in ([], ["steps"]):
+            raise ValueError(f"{folder} was trained with other settings: {', '.join(changed)}. Give the same ones.")
     return fit(
         method,
         model,
@@ -161,7 +159,8 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, progress: bool 
     )
 
 
-def recipe_of(folder: Path) -> Recipe:
+def read_config(folder: Path) -> dict[str, Any]:
+    """What `bism train` was given for the run in the folder."""
     path = Path(folder) / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json. `bism train DATA` makes one.")
@@ -170,7 +169,16 @@ def recipe_of(folder: Path) -> Recipe:
         raise ValueError(
             f"{folder} was not made by `bism train`; bring it back with bism.load(folder, method, model, q)."
         )
-    return Recipe(**config)
+    return config
+
+
+def recipe_of(folder: Path) -> Recipe:
+    return Recipe(**read_config(folder))
+
+
+def changes(found: Any, wanted: Any) -> list[str]:
+    """The names of the fields in which two recipes differ."""
+    return [f.name for f in fields(wanted) if getattr(found, f.name, None) != getattr(wanted, f.name)]
 
 
 def restore(folder: Path) -> tuple[Recipe, Run, Scale, tuple[np.ndarray, np.ndarray | None]]:

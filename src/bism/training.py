@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .checkpoint import Checkpoints, require_space
+from .cost import memory_error
 from .data import as_data
 from .energy import EBLVM, EBM
 from .method import Method, State, parameters
@@ -25,6 +26,7 @@ from .progress import Progress
 from .version import __version__
 
 Maker = Callable[[PRNGKeyArray], Any]
+Prepare = Callable[[Array, PRNGKeyArray], Float[Array, "batch ..."]]
 Evaluation = Callable[[Any, Any], Float[Array, ""]]
 
 
@@ -110,6 +112,8 @@ def fit(
     config: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callable[[Run], object]] = (),
     progress: bool | str = True,
+    prepare: Prepare | None = None,
+    rate: Callable[[float], str] | None = None,
 ) -> Run:
     """Train `model` (and `posterior`) on `data` by `method` for `steps` iterations.
 
@@ -119,11 +123,14 @@ def fit(
     evaluate: named functions (model, posterior) -> number, recorded every `evaluate_every` iterations.
     folder: where the run is kept (settings, metrics, checkpoints). With `resume`, a run found there goes on.
     callbacks: each is called with the run so far, at every log.
+    prepare: a function (batch as stored, key) -> batch, applied within the compiled loop: bytes to [0, 1], flips. The
+        data then stay on the device in the type they have.
+    rate: what the progress says of so many iterations a second; without it, that number.
 
     The same key gives the same run to the last bit on the same machine, in one go or resumed, whatever is logged.
     """
-    data = as_data(data, "data")
-    held_out = None if validation is None else as_data(validation, "validation", like=data)
+    data = as_data(data, "data", stored=prepare is not None)
+    held_out = None if validation is None else as_data(validation, "validation", like=data, stored=prepare is not None)
     log_every = max(steps // 100, 1) if log_every is None else log_every
     evaluate_every = 10 * log_every if evaluate_every is None else evaluate_every
     checkpoint_every = 10 * log_every if checkpoint_every is None else checkpoint_every
@@ -138,14 +145,21 @@ def fit(
                 f"{folder} already holds a run. Give resume=True to go on with it, or another folder."
             )
 
-    loop, loop_key = _begin(method, model, posterior, data, batch_size, key, seeds, held_out is not None)
+    prepare = prepare or _as_stored
+    first = jax.eval_shape(prepare, data[:batch_size], key)
+    if first.shape[0] != batch_size or not jnp.issubdtype(first.dtype, jnp.floating):
+        raise TypeError(
+            f"prepare must give {batch_size} examples of real numbers; it gives {first.dtype}{first.shape}."
+        )
+    first = prepare(data[:batch_size], key)
+    loop, loop_key = _begin(method, model, posterior, first, key, seeds, held_out is not None)
     # A module given as it is may share its arrays with the caller, or with the average; training donates its own.
     arrays, static = eqx.partition(loop, eqx.is_array)
     arrays = jax.tree.map(jnp.copy, arrays)
     over_seeds = (lambda fn, axes: fn) if seeds is None else (lambda fn, axes: jax.vmap(fn, in_axes=axes))
-    run_block = jax.jit(over_seeds(_block(method, static), (0, 0, 0, None, None)), donate_argnums=0)
+    run_block = jax.jit(over_seeds(_block(method, static, prepare), (0, 0, 0, None, None)), donate_argnums=0)
     run_evaluations = jax.jit(over_seeds(_evaluations(evaluate or {}, static), (0,)))
-    run_validation = jax.jit(over_seeds(_validation(method, static), (0, None, 0)))
+    run_validation = jax.jit(over_seeds(_validation(method, static, prepare), (0, None, 0)))
 
     run = Run(method, loop, 0, [], seeds, folder)
     checkpoints = None
@@ -157,10 +171,10 @@ def fit(
             arrays = eqx.filter(loop, eqx.is_array)
         run.history = _truncate(folder / "metrics.jsonl", run.step)
         settings = {"steps": steps, "batch_size": batch_size, "seeds": seeds, "data_shape": list(data.shape)}
-        settings["validated"] = held_out is not None
+        settings |= {"example_shape": list(first.shape[1:]), "validated": held_out is not None}
         _write_config(folder, method, key, settings, config)
     started, begun_at = time.perf_counter(), run.step
-    bar = Progress(steps, progress, start=run.step)
+    bar = Progress(steps, progress, start=run.step, rate=rate)
     block = math.gcd(*intervals.values())  # iterations between two moments when something is to be done
     batches = _Batches(len(data), batch_size, loop_key, over_seeds)
     pending = []  # (iterations, metrics, first bad one) of the blocks that are not recorded yet
@@ -192,7 +206,11 @@ def fit(
         while run.step < steps:
             stop = min((run.step // block + 1) * block, steps)
             iterations = jnp.arange(run.step, stop)
-            arrays, *found = run_block(arrays, batches.rows(run.step, stop), loop_key, iterations, data)
+            given = batches.rows(run.step, stop), loop_key, iterations, data
+            try:
+                arrays, *found = run_block(arrays, *given)
+            except jax.errors.JaxRuntimeError as error:
+                raise memory_error(error, run_block, (arrays, *given), batch_size) from error
             pending.append((stop - run.step, *found))
             run.step = stop
             if stop == steps or any(stop % every == 0 for every in intervals.values()):
@@ -220,10 +238,10 @@ def load(folder: str | Path, method: Method, model: Any, posterior: Any = None, 
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json.")
     settings = json.loads((folder / "config.json").read_text())["settings"]
-    data = jnp.zeros(settings["data_shape"])
+    batch = jnp.zeros((settings["batch_size"], *settings["example_shape"]))
     key = jax.random.wrap_key_data(jnp.array(settings["key"], jnp.uint32))
     seeds = settings["seeds"]
-    loop, _ = _begin(method, model, posterior, data, settings["batch_size"], key, seeds, settings["validated"])
+    loop, _ = _begin(method, model, posterior, batch, key, seeds, settings["validated"])
     checkpoints = Checkpoints(folder / "checkpoints")
     try:
         step, loop = checkpoints.restore(loop, step)
@@ -233,14 +251,18 @@ def load(folder: str | Path, method: Method, model: Any, posterior: Any = None, 
     return Run(method, loop, step, history, seeds, folder)
 
 
-def _begin(method, model, posterior, data, batch_size, key, seeds, validated):
+def _as_stored(batch, key):
+    return batch
+
+
+def _begin(method, model, posterior, batch, key, seeds, validated):
     """The loop before its first iteration, one a seed, and the keys of the iterations."""
 
     def begin(key):
         model_key, posterior_key, init_key, loop_key = jax.random.split(key, 4)
         made = model if isinstance(model, (EBM, EBLVM)) else model(model_key)
         q = posterior if posterior is None or isinstance(posterior, Posterior) else posterior(posterior_key)
-        state = method.init(made, q, batch=data[:batch_size], key=init_key)
+        state = method.init(made, q, batch=batch, key=init_key)
         return Loop(state, state if validated else None, jnp.array(jnp.inf)), loop_key
 
     return begin(key) if seeds is None else eqx.filter_vmap(begin)(jax.random.split(key, seeds))
@@ -270,14 +292,16 @@ class _Batches:
         return self.rows_of[..., start - self.first : stop - self.first, :]
 
 
-def _block(method, static):
+def _block(method, static, prepare):
     """Iterations in one compiled loop, a batch of rows for each."""
 
     def block(arrays, rows, key, iterations, data):
         def one(arrays, at):
             i, rows = at
             loop = eqx.combine(arrays, static)
-            state, metrics = method.step(loop.state, data[rows], jax.random.fold_in(jax.random.fold_in(key, i), 1))
+            step_key = jax.random.fold_in(key, i)
+            batch = prepare(data[rows], jax.random.fold_in(step_key, 2))
+            state, metrics = method.step(loop.state, batch, jax.random.fold_in(step_key, 1))
             loop = Loop(state, loop.best, loop.best_loss)
             return eqx.filter(loop, eqx.is_array), metrics
 
@@ -300,12 +324,13 @@ def _evaluations(evaluate, static):
     return run
 
 
-def _validation(method, static):
+def _validation(method, static, prepare):
     """The method's loss on all held-out data under noise that is the same each time; the best state is kept."""
 
     def run(arrays, held_out, key):
         loop = eqx.combine(arrays, static)
-        loss = method.validate(loop.state, held_out, jax.random.fold_in(key, 2**31 - 1))
+        key = jax.random.fold_in(key, 2**31 - 1)
+        loss = method.validate(loop.state, prepare(held_out, jax.random.fold_in(key, 1)), key)
         better = loss < loop.best_loss
         choose = lambda new, old: jnp.where(better, new, old) if eqx.is_array(new) else new
         best = jax.tree.map(choose, loop.state, loop.best)

@@ -4,6 +4,7 @@ One image is (channels, height, width) with values in [0, 1]. With `dtype="bfloa
 16 bits; parameters, their gradients, the dense layers and the energy keep the precision of v.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -28,8 +29,21 @@ def convolve(layer: eqx.nn.Conv2d, x: Image, *, pool: bool = False) -> Image:
         kernel, stride = jnp.pad(kernel, ((0, 0), (0, 0), (1, 1), (1, 1))), (2, 2)
         kernel = kernel[..., 1:, :] + kernel[..., :-1, :]
         kernel = (kernel[..., 1:] + kernel[..., :-1]) / 4
-    y = jax.lax.conv_general_dilated(x[None], kernel.astype(x.dtype), stride, layer.padding)[0]
+    kernel = kernel.astype(x.dtype)
+    if jax.default_backend() == "cpu":
+        y = convolve_by_product(x, kernel, stride, layer.padding)
+    else:
+        y = jax.lax.conv_general_dilated(x[None], kernel, stride, layer.padding)[0]
     return y if layer.bias is None else y + layer.bias.astype(x.dtype)
+
+
+def convolve_by_product(x: Image, kernel: Float[Array, "out in kh kw"], stride, padding) -> Image:
+    """The convolution as one matrix product: on a CPU, XLA computes the gradients of others in plain loops."""
+    x = jnp.pad(x, ((0, 0), *padding))
+    starts = itertools.product(*map(range, kernel.shape[2:]))
+    ends = [size - k + 1 for size, k in zip(x.shape[1:], kernel.shape[2:], strict=True)]
+    shifts = [x[:, i : i + ends[0] : stride[0], j : j + ends[1] : stride[1]] for i, j in starts]
+    return jnp.einsum("ckhw,ock->ohw", jnp.stack(shifts, 1), kernel.reshape(*kernel.shape[:2], -1))
 
 
 def average_pool(x: Image) -> Image:
