@@ -60,6 +60,10 @@ def test_the_adaptive_schedule_spends_temperatures_where_they_are_needed():
         assert (betas[0], betas[-1]) == (0, 1)
         assert (jnp.diff(betas) > 0).all()
     assert len(hard) > 1.5 * len(easy)
+    fine = adaptive_schedule(STRONG, KEY, 501)
+    assert len(fine) == 501
+    close = jnp.interp(jnp.linspace(0, 1, len(hard)), jnp.linspace(0, 1, 501), fine)
+    np.testing.assert_allclose(close, hard, atol=0.01)
 
 
 def test_the_interval_and_the_effective_number_follow_from_the_weights():

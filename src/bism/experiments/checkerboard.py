@@ -115,8 +115,8 @@ def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
         "Checkerboard",
         f"A Gaussian RBM with two visible and {H_DIM} hidden units learns a two-square checkerboard by twelve methods "
         f"from the same starts: {settings.steps:,} iterations of {settings.batch_size} points, {settings.runs} run(s) "
-        "a method. No density can have a mean log-likelihood above log 2 = 0.693; exact maximum likelihood shows what "
-        "this model can reach.",
+        "a method. No density can have a mean log-likelihood above log 2 = 0.693; exact maximum likelihood shows "
+        "where the likelihood's own gradient leads from those starts.",
     )
     page.heading("Learned densities")
     panels = {"data": data_density()} | {name: density(run) for name, run in runs.items()}

@@ -1,12 +1,12 @@
 """The paper's second experiment: Gaussian RBMs of the Frey faces (its tables 1 and 3, figures 1, 8, 9 and 10)."""
 
 import json
-import math
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ais import ais
+from ..ais import adaptive_schedule, estimate, forward_weights, linear_schedule
 from ..baselines import VNCE, ContrastiveDivergence, ScoreMatching
 from ..bilevel import BiSM
 from ..data import freyface, load_file
@@ -44,6 +44,7 @@ PAPER = {
     "BiDSM N=5": (124.00, -5780.18),
     "BiDSM N=10": (125.72, -5800.17),
 }
+TABLE = ("DSM", OURS, "BiDSM N=5", "BiDSM N=0", "BiDSM N=10", "BiDSM N=1")  # the order in which they are run
 PAPER_K = {0: -3775.31, 1: -5684.97, 5: -5780.18, 10: -5795.52}
 PAPER_H = {
     "DSM": {50: -5703.89, 100: -5728.65, 200: -5798.64, 400: -5885.09, 500: -5895.96},
@@ -60,23 +61,27 @@ class Settings:
     seeds: int = 5  # of the runs of table 1
     other_seeds: int = 2  # of all others
     h_dim: int = 400
-    chains: int = 2000  # of AIS, and its temperatures: the paper's, and those of the figures to trust
+    chains: int = 2000  # of AIS, and its temperatures, as the paper's
     temperatures: int = 2000
+    long_chains: int = 500  # of the log-likelihoods to trust
     long: int = 10_000
     seed: int = 0
     data: str = "freyface"
     training: int = 1400
     validation: int = 300
-    parts: Sequence[str] = field(default=PARTS)
+    parts: Sequence[str] = PARTS
+    methods: Sequence[str] = TABLE  # of table 1
 
     @classmethod
     def quick(cls, **settings: Any) -> "Settings":
-        small = cls(3000, 1, 1, h_dim=100, chains=200, temperatures=500, long=1000, parts=("table", "bias"))
+        small = cls(3000, 1, 1, 100, chains=200, temperatures=500, long_chains=200, long=1000, parts=("table", "bias"))
         return replace(small, **settings)
 
     def __post_init__(self):
         if unknown := set(self.parts) - set(PARTS):
             raise ValueError(f"freyface: unknown part {sorted(unknown)[0]!r}; choose from {', '.join(PARTS)}.")
+        if unknown := set(self.methods) - set(TABLE):
+            raise ValueError(f"freyface: unknown method {sorted(unknown)[0]!r}; choose from {', '.join(TABLE)}.")
 
 
 class Faces(NamedTuple):
@@ -89,10 +94,11 @@ class Faces(NamedTuple):
 def split(settings: Settings = Settings()) -> Faces:
     """The first frames to train on, the next to validate, the others to test: the paper's 1400, 300 and 265."""
     images = freyface() if settings.data == "freyface" else load_file(Path(settings.data))
-    if images.ndim != 3 or not np.issubdtype(images.dtype, np.floating) or images.min() < 0 or images.max() > 1:
+    if images.ndim != 3 or not np.issubdtype(images.dtype, np.floating) or not 0 <= images.min() <= images.max() <= 1:
         raise ValueError(
-            f"{settings.data} must be grey images with values in [0, 1], of shape (count, height, width); it is "
-            f"{images.dtype} of shape {images.shape}, from {images.min():g} to {images.max():g}."
+            f"{settings.data} must be grey images of shape (count, height, width) with real values in [0, 1]; it is "
+            f"{images.dtype} of shape {images.shape}, from {images.min():g} to {images.max():g}. Divide pixels by 255, "
+            "average colours."
         )
     rows = jnp.asarray(images.reshape(len(images), -1), jnp.result_type(float))
     ends = settings.training, settings.training + settings.validation
@@ -119,18 +125,20 @@ METHODS: dict[str, Method] = {
 
 
 def needed(settings: Settings) -> dict[tuple[str, int], int]:
-    """The runs of the parts, (method, hidden units), and how many seeds each has."""
-    found = {}
+    """The runs of the parts, (method, hidden units), and how many seeds each has, whatever the parts."""
+    names = list(settings.methods) if "table" in settings.parts else []
+    names += [OURS] if "bias" in settings.parts else []
+    names += [name_of(k) for k in PAPER_K] if "K" in settings.parts else []
+    found = dict.fromkeys((name, settings.h_dim) for name in names)
     if "h" in settings.parts:
-        found |= {(name, h): settings.other_seeds for name in (*PAPER_H, OURS) for h in PAPER_H["DSM"]}
-    if "K" in settings.parts:
-        found |= {(f"BiDSM N=5 K={k}", settings.h_dim): settings.other_seeds for k in PAPER_K if k != 5}
-        found[("BiDSM N=5", settings.h_dim)] = settings.other_seeds
-    if "bias" in settings.parts:
-        found[(OURS, settings.h_dim)] = settings.other_seeds
-    if "table" in settings.parts:
-        found |= {(name, settings.h_dim): settings.seeds for name in (*PAPER, OURS)}
-    return found
+        found |= dict.fromkeys((name, h) for name in (*PAPER_H, OURS) for h in PAPER_H["DSM"])
+    in_table = lambda name, h: name in TABLE and h == settings.h_dim
+    return {run: settings.seeds if in_table(*run) else settings.other_seeds for run in found}
+
+
+def name_of(lower_steps: int) -> str:
+    """The run of the table over K."""
+    return "BiDSM N=5" if lower_steps == 5 else f"BiDSM N=5 K={lower_steps}"
 
 
 def train(name: str, h_dim: int, seeds: int, settings: Settings, folder: Path, progress: bool) -> Run:
@@ -160,69 +168,104 @@ def fisher_number(model: GaussianRBM, v: jax.Array) -> jax.Array:
     return jax.vmap(lambda v: fisher(model, v))(v).mean()
 
 
-def measure(run: Run, settings: Settings) -> dict[str, list[float]]:
-    """Of each seed, at the best validation and at the last iterate: the Fisher number and log-likelihoods by AIS."""
+@eqx.filter_jit
+def anneal(models: GaussianRBM, keys: jax.Array, schedule: jax.Array, chains: int) -> jax.Array:
+    """The weights of AIS of models along a leading axis, all at once."""
+    return eqx.filter_vmap(lambda model, key: forward_weights(model, key, schedule, chains))(models, keys)
+
+
+def measure(run: Run, settings: Settings, likelihood: bool) -> dict[str, list[float]]:
+    """Of each seed, at the best validation and at the last iterate: the Fisher number and log-likelihoods by AIS.
+
+    What the run's folder has is read, what is missing is measured and written at once.
+    """
     assert run.folder is not None
     path = run.folder / f"measured-{run.step}.json"
-    if path.exists():
-        return json.loads(path.read_text())
-    test = split(settings).test
-    found: dict[str, list[float]] = {}
-
-    def note(name, value):
-        found.setdefault(name, []).append(float(value))
-
-    for seed in range(run.seeds or 1):
-        for at, model in {"best": run[seed].best.best, "last": run[seed].model}.items():
-            note(f"Fisher {at}", fisher_number(model, test))
-            unnormalised = -jax.vmap(model.free_energy)(test).mean()
-            for kind, temperatures in {"paper's AIS": settings.temperatures, "LL": settings.long}.items():
-                z = ais(model, jax.random.key(seed), chains=settings.chains, temperatures=temperatures)
-                note(f"{kind} {at}", unnormalised - z.log_z)
-                note(f"{kind} {at}, chains worth", z.effective)
-    path.write_text(json.dumps(found, indent=2) + "\n")
+    found: dict[str, list[float]] = json.loads(path.read_text()) if path.exists() else {}
+    test, models = split(settings).test, {"best": run.best.best, "last": run.model}
+    wanted = {}
+    if likelihood:
+        few, long = settings.long_chains, settings.long
+        wanted = {"LL best": (few, long), "LL last": (few, settings.temperatures)}
+        wanted["paper's AIS best"] = settings.chains, settings.temperatures
+    for kind in ("Fisher best", "Fisher last", *wanted):
+        if kind in found:
+            continue
+        model = models[kind.split()[-1]]
+        if kind not in wanted:
+            found[kind] = eqx.filter_vmap(lambda model: fisher_number(model, test))(model).tolist()
+        else:
+            chains, temperatures = wanted[kind]
+            keys = jax.random.split(jax.random.key(settings.seed), run.seeds or 1)
+            as_paper = kind.startswith("paper's")
+            first = jax.tree.map(lambda x: x[0], model)
+            schedule = linear_schedule(temperatures) if as_paper else adaptive_schedule(first, keys[0], temperatures)
+            weights = anneal(model, keys, schedule, chains)
+            z = [estimate(of_one) for of_one in weights]
+            unnormalised = eqx.filter_vmap(lambda model: -jax.vmap(model.free_energy)(test).mean())(model)
+            found[kind] = [float(x) - one.log_z for x, one in zip(unnormalised, z, strict=True)]
+            found[f"{kind}, 95 %"] = [0.5 * (one.high - one.low) for one in z]
+            found[f"{kind}, chains worth"] = [one.effective for one in z]
+        path.write_text(json.dumps(found, indent=2) + "\n")
     return found
 
 
-def gather(settings: Settings, folder: Path, progress: bool) -> dict[tuple[str, int], tuple[Run, dict]]:
+@dataclass
+class Results:
+    runs: dict[tuple[str, int], Run]
+    measured: dict[tuple[str, int], dict[str, list[float]]]
+    diagnosis: Diagnosis | None = None
+
+
+def gather(settings: Settings, folder: Path, progress: bool) -> Results:
     """Every run that is needed, and what was measured of it."""
-    wanted = needed(settings)
+    wanted, results = needed(settings), Results({}, {})
+    # On a GPU one run compiles while others train.
+    workers = 3 if jax.devices()[0].platform == "gpu" else 1
 
     def one(item):
         (name, h_dim), seeds = item
         begun = time.perf_counter()
         run = train(name, h_dim, seeds, settings, folder, progress and workers == 1)
-        found = measure(run, settings)
-        if progress and workers > 1:
-            seconds = time.perf_counter() - begun
-            print(f"{name} h={h_dim}: LL {np.mean(found['LL best']):.2f}, {seconds:.0f} s", file=sys.stderr, flush=True)
-        return item[0], (run, found)
+        trained = time.perf_counter()
+        in_table = "table" in settings.parts and name in settings.methods and h_dim == settings.h_dim
+        found = measure(run, settings, in_table)
+        results.runs[item[0]], results.measured[item[0]] = run, found
+        if progress:
+            told = {kind: spread(found[kind]) for kind in ("LL best", "Fisher best") if kind in found}
+            told |= {"training, s": f"{trained - begun:.0f}", "measuring, s": f"{time.perf_counter() - trained:.0f}"}
+            line = ", ".join(f"{kind} {value}" for kind, value in told.items())
+            print(f"{name} h={h_dim}: {line}", file=sys.stderr, flush=True)
+        if "bias" in settings.parts and item[0] == (OURS, settings.h_dim):
+            results.diagnosis = bias(run, settings)
 
-    # On a GPU one run compiles while others train.
-    workers = 3 if jax.devices()[0].platform == "gpu" else 1
     if workers == 1:
-        return dict(map(one, wanted.items()))
-    with ThreadPoolExecutor(workers) as pool:
-        return dict(pool.map(one, wanted.items()))
+        for item in wanted.items():
+            one(item)
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(one, wanted.items()))
+    return results
 
 
-def samples(run: Run, count: int = 36) -> np.ndarray:
+def samples(run: Run, name: str, count: int = 36) -> np.ndarray:
     """Means of v after 1,000 Gibbs steps from noise, of the first seed."""
     start = jax.random.uniform(jax.random.key(1), (count, run[0].model.b.size))
-    return np.asarray(chain(Gibbs(run[0].best.best), jax.random.key(2), start, 1000)[1]["mean_v"])
+    v = np.asarray(chain(Gibbs(run[0].best.best), jax.random.key(2), start, 1000)[1]["mean_v"])
+    if not (np.abs(v - 0.5) < 3).all():
+        warnings.warn(
+            f"Gibbs chains of {name} left the range of the data, [0, 1], for {v.min():.3g} to {v.max():.3g}: the "
+            "training was too short, or its noise too small for these images. Give more steps, or scale the images.",
+            stacklevel=2,
+        )
+    return v
 
 
 def bias(run: Run, settings: Settings) -> Diagnosis:
     """Figure 1: on one minibatch, for the model that the run ended with."""
     method = run.method
     assert isinstance(method, BiSM)
-    return diagnose(
-        method,
-        run[0].state,
-        split(settings).training[:BATCH],
-        jax.random.key(3),
-        theorem=(0, 1, 3, 10, 30, 100, 300, 1000, 3000),
-    )
+    return diagnose(method, run[0].state, split(settings).training[:BATCH], jax.random.key(3))
 
 
 def times(v_dim: int, h_dim: int) -> dict[str, float]:
@@ -236,100 +279,16 @@ def times(v_dim: int, h_dim: int) -> dict[str, float]:
 
 def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
     """Train and measure what is missing, and write the report. Its path."""
-    from ..report import Page
+    from .freyface_page import write
 
     folder = Path(folder)
     faces = split(settings)
-    claim(folder, "freyface", settings, free=("parts",))
+    claim(folder, "freyface", settings, free=("parts", "methods"))
     timed = times(faces.test.shape[1], settings.h_dim) if "time" in settings.parts else {}  # before there is other work
-    runs = gather(settings, folder, progress)
-    page = Page(
-        "Frey faces",
-        f"Gaussian RBMs of {faces.test.shape[1]} visible and {settings.h_dim} hidden units, {settings.steps:,} "
-        f"iterations of {BATCH} of {len(faces.training):,} frames, {settings.seeds} seed(s), on "
-        f"{jax.devices()[0].device_kind}. All figures are of the {len(faces.test)} test frames, mean ± deviation over "
-        "the seeds, at the least validation loss of ten. The paper's figures stand beside them.",
-    )
-    if "table" in settings.parts:
-        table_section(page, {name: runs[name, settings.h_dim] for name in (*PAPER, OURS)}, settings, faces.shape)
-    of = lambda name, h: spread(runs[name, h][1]["Fisher best"])
-    if "K" in settings.parts:
-        page.heading("Lower steps K, at N=5")
-        name = lambda k: "BiDSM N=5" if k == 5 else f"BiDSM N=5 K={k}"
-        rows = [[f"K={k}", of(name(k), settings.h_dim), paper] for k, paper in PAPER_K.items()]
-        page.table(["", "Fisher", "paper"], rows)
-    if "h" in settings.parts:
-        page.heading("Hidden units")
-        names = (*PAPER_H, OURS)
-        rows = [
-            [h, *(x for name in names for x in (of(name, h), PAPER_H.get(name, {}).get(h, math.nan)))]
-            for h in PAPER_H["DSM"]
-        ]
-        page.table(["h", *(x for name in names for x in (f"{name}, Fisher", "paper"))], rows)
-    if timed:
-        page.heading("Time of 100 iterations")
-        rows = [[n, f"{t / 10:.3f}", PAPER_TIME.get(n, math.nan)] for n, t in timed.items()]
-        page.table(["method", "seconds here", "paper, GTX 1080 Ti"], rows)
-    if "bias" in settings.parts:
-        diagnosis_section(page, bias(runs[OURS, settings.h_dim][0], settings))
-    measured = {f"{name} h={h}": found for (name, h), (_, found) in runs.items()}
+    results = gather(settings, folder, progress)
+    measured = {f"{name} h={h}": found for (name, h), found in results.measured.items()}
     (folder / "results.json").write_text(json.dumps({"measured": measured, "milliseconds": timed}, indent=2) + "\n")
-    return page.write(folder)
-
-
-def table_section(page: Any, runs: dict[str, tuple[Run, dict]], settings: Settings, shape: tuple[int, int]) -> None:
-    from ..report import curves, mosaics
-
-    page.heading("Test log-likelihood and Fisher divergence (the paper's table 1)")
-    kinds = ("LL best", "Fisher best", "paper's AIS best", "LL last", "Fisher last")
-    rows = []
-    for name, (_, found) in runs.items():
-        ours, paper = [spread(found[kind]) for kind in kinds], PAPER.get(name, (math.nan, math.nan))
-        worth = f"{np.mean(found['LL best, chains worth']):.0f}"
-        rows.append([name, ours[0], paper[0], ours[1], f"{paper[1]:.2f}", *ours[2:], worth])
-    header = ["method", "LL", "paper", "Fisher", "paper", f"LL, {settings.temperatures} temperatures"]
-    page.table(
-        [*header, "LL, last", "Fisher, last", "chains worth"],
-        rows,
-        f"LL by AIS, {settings.chains} chains and {settings.long} temperatures, and as the paper's with fewer; 'chains "
-        "worth' is how many independent ones they amount to. Fisher is exact. 'Last': after the last iteration.",
-    )
-    page.figure(
-        "fisher",
-        lambda: curves(
-            {n: r.curve("test Fisher") for n, (r, _) in runs.items()}, y="test Fisher", limits=(-5950, -5000)
-        ),
-        "Fisher number of the test frames while training.",
-    )
-    page.figure(
-        "samples",
-        lambda: mosaics({n: samples(r) for n, (r, _) in runs.items()}, shape),
-        "Means of v after 1,000 Gibbs steps from noise.",
-    )
-
-
-def diagnosis_section(page: Any, found: Diagnosis) -> None:
-    """What `diagnose` found, as a part of a page."""
-    from ..report import curves
-
-    page.heading("Gradient bias (the paper's figure 1)")
-    lines = {f"K={k}": found.bias(k) for k in found.distance}
-    page.figure(
-        "bias", lambda: curves(lines, x="N", y="gradient bias, relative", log=True), "Distance from the gradient at φ*."
-    )
-    rows = [[c.name, c.lower_steps, f"{c.bias:.3%}", f"{c.milliseconds:.1f}"] for c in found.candidates]
-    page.table(["response", "K", "bias", "ms"], rows, "Relative to the norm of the gradient at φ*, on one minibatch.")
-    kappa, r_squared = found.rate.fit
-    page.figure(
-        "theorem-2",
-        lambda: curves({"": (found.rate.steps, found.rate.bias)}, x="N", y="gradient bias, relative", log=True),
-        "The bias after N plain gradient steps of size 1/λ, λ the largest curvature: Theorem 2's setting.",
-    )
-    far = ", ".join(f"{d:.3g} at K={k}" for k, d in found.distance.items())
-    page.text(
-        f"‖φ⁰ − φ*‖: {far}. The straight line through the logarithm of the last figure has κ = {kappa:.5f}, R² = "
-        f"{r_squared:.2f}. {found.verdict()}"
-    )
+    return write(folder, settings, faces, results, timed)
 
 
 def spread(values: Sequence[float]) -> str:

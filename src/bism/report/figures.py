@@ -71,17 +71,17 @@ def curves(
     return figure
 
 
-def scatter(panels: Mapping[str, Any], limit: float | None = None) -> Figure:
+def scatter(panels: Mapping[str, Any], limit: float | None = None, size: float = 3.5, colours: str = "turbo") -> Figure:
     """Point clouds in the plane side by side. A panel is points, or (points, a value of each for its colour)."""
-    figure = Figure(figsize=(3.4 * len(panels), 3.5), layout="constrained")
+    figure = Figure(figsize=(size * len(panels), size), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False).ravel()
     for axis, (name, panel) in zip(axes, panels.items(), strict=True):
         points, look = panel, {"color": COLOURS[0]}
         if isinstance(panel, tuple):
-            points, look = panel[0], {"c": panel[1], "cmap": "turbo"}
+            points, look = panel[0], {"c": panel[1], "cmap": colours}
         axis.scatter(*np.asarray(points).T[:2], s=4, alpha=0.6, lw=0, **look)
         axis.set_title(name, fontsize=11)
-        axis.set_aspect("equal")
+        axis.set_aspect("equal", adjustable="datalim")
         if limit:
             axis.set(xlim=(-limit, limit), ylim=(-limit, limit))
     return figure
@@ -99,4 +99,39 @@ def mosaics(panels: Mapping[str, np.ndarray], shape: tuple[int, int], columns: i
         tiles = np.asarray(images)[: side * side].reshape(side, side, *shape)
         axis.imshow(np.block([list(row) for row in tiles]), vmin=0, vmax=1, cmap="gray")
         axis.set_title(name, fontsize=11)
+    return figure
+
+
+def galleries(panels: Mapping[str, np.ndarray], across: int) -> Figure:
+    """Images in [0, 1], of shape (count, height, width) or with a last axis of 3, so many in a row; panel by panel."""
+    wide = len(panels) > 1
+    figure = Figure(layout="constrained")
+    rows = max(-(-len(images) // across) for images in panels.values())
+    height, width = next(iter(panels.values())).shape[1:3]
+    side = 4.0 if wide else 8.5
+    figure.set_size_inches(side * len(panels), side * rows * height / (across * width) + 0.4 * wide)
+    for axis, (name, images) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        blank = np.ones((-len(images) % across, *images.shape[1:]), images.dtype)
+        gap = [(0, 0), (0, max(height // 16, 1)), (0, max(width // 16, 1)), *[(0, 0)] * (images.ndim - 3)]
+        tiles = np.pad(np.concatenate([images, blank]), gap, constant_values=1)
+        tiles = tiles.reshape(-1, across, *tiles.shape[1:])
+        sheet = np.concatenate([np.concatenate(list(row), 1) for row in tiles])
+        axis.imshow(sheet, vmin=0, vmax=1, cmap="gray", interpolation="nearest")
+        axis.set_axis_off()
+        if name:
+            axis.set_title(name, fontsize=11)
+    return figure
+
+
+def histograms(values: Mapping[str, np.ndarray], *, x: str) -> Figure:
+    """Densities of several sets of numbers on one axis, which leaves out the extreme hundredth of all."""
+    figure = Figure(figsize=(8.5, 4), layout="constrained")
+    axis = figure.subplots()
+    together = np.concatenate(list(values.values()))
+    low, high = np.quantile(together, [0.005, 0.995])
+    bins = np.linspace(low, high, 60)
+    for i, (name, numbers) in enumerate(values.items()):
+        axis.hist(numbers, bins, density=True, histtype="step", lw=1.8, color=COLOURS[i % len(COLOURS)], label=name)
+    axis.set(xlabel=x, ylabel="density")
+    axis.legend(fontsize=9)
     return figure
