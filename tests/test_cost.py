@@ -54,7 +54,8 @@ def test_too_little_memory_says_what_would_fit(monkeypatch):
     told = memory_error(RuntimeError("RESOURCE_EXHAUSTED: out of memory"), needs_megabytes, (jnp.ones(512),), 400)
     assert isinstance(told, MemoryError)
     assert "A batch of 400 does not fit into the memory of 0.0 GiB of" in str(told)
-    assert 1 <= int(re.search(r"About (\d+) would fit", str(told))[1]) < 400
+    fitting = re.findall(r"About (\d+) would fit", str(told))
+    assert 1 <= int(fitting[0]) < 400
     other = RuntimeError("INTERNAL")
     assert memory_error(other, needs_megabytes, (), 1) is other
     with pytest.raises(MemoryError, match="Give a smaller batch_size"):
