@@ -56,6 +56,20 @@ def test_evaluate_prints_a_log_likelihood_in_the_units_of_the_data(trained):
     value = float(next(line for line in done.stdout.splitlines() if line.startswith("log-likelihood")).split()[-1])
     entropy = np.log(table.std(0)).sum() + 1.5 * np.log(2 * np.pi * np.e)  # of the Gaussian that made the table
     assert -entropy - 1.5 < value < -entropy + 0.2
+    figures = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines())
+    assert float(figures["log-likelihood by AIS"]) == pytest.approx(value, abs=0.05)
+    assert float(figures["log-likelihood by reverse AIS"]) == pytest.approx(value, abs=0.05)
+
+
+def test_diagnose_prints_each_response_theorem_2_and_a_verdict(trained):
+    folder, _, _ = trained
+    done = bism("diagnose", "runs/table-bidsm", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    for said in ("N=20 ", "NaturalGradient ", "ConjugateGradient ", "plain gradient steps (Theorem 2)", "at K=20"):
+        assert said in done.stdout
+    rate = next(line for line in done.stdout.splitlines() if line.startswith("conditioned gradient steps"))
+    assert float(rate.split()[-1]) > 0.95
+    assert " is enough: " in done.stdout.splitlines()[-1]
 
 
 def test_an_existing_run_is_neither_lost_nor_mixed(trained):
@@ -114,9 +128,10 @@ def test_images_from_their_name_to_a_report(tmp_path):
     assert drawn == {
         *("loss", "posterior-Fisher", "samples", "nearest", "conditional", "interpolation", "restoration", "energies"),
         "t-sne",
+        *(f"samples-{step}" for step in range(1, 9)),
     }
     report = (run / "report.html").read_text()
-    assert report.count("<img") == len(drawn)
+    assert report.count("<img") == 9
     assert "linear SVM of the latents" in report
     done = bism("sample", run, "--count", 3, "--steps", 10, "--sampler", "langevin", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

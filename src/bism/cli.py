@@ -57,11 +57,13 @@ def train(data: str, out: Path | None, resume: bool, **settings) -> None:
         raise ValueError(f"{flag} is for {NAMES[other]}, and {data} {'holds' if images else 'holds no'} images.")
     if images:
         from .image_recipe import train as train_images
+        from .report.images import grids
 
         loaded = load_images(data, side=given.get("side"))
         recipe = ImageRecipe.of(data, loaded, **given)
         folder = out or Path("runs") / f"{Path(data).stem}-{recipe.method}"
-        run = train_images(recipe, folder, images=loaded, resume=resume)
+        callbacks = (grids(recipe, loaded, folder),)
+        run = train_images(recipe, folder, images=loaded, resume=resume, callbacks=callbacks)
     else:
         from .recipe import train as train_table
 

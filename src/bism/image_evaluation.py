@@ -12,7 +12,16 @@ from .image_recipe import HELD_OUT, ImageRecipe, Parts, restore, shape_of
 from .images import Images
 from .metrics import features, fid, inception
 from .sampling import ladder_levels, paper_temperatures
-from .synthesis import Annealing, Denoising, Schedule, encode, energies, generate
+from .synthesis import (
+    Annealing,
+    Denoising,
+    PosteriorChain,
+    Schedule,
+    encode,
+    energies,
+    generate,
+    posterior_chain,
+)
 from .training import Run
 
 SAMPLERS = ("ladder", "langevin")
@@ -74,6 +83,12 @@ class Trained(NamedTuple):
         v = self.parts.held_out[:HELD_OUT] / np.float32(255)
         return posterior_fisher(self.run.state, jax.numpy.asarray(v), jax.random.key(0), levels)
 
+    def chains(self, count: int = 32, steps: int = 500) -> PosteriorChain:
+        """p(h|v) of held-out images by Langevin, beside q."""
+        return posterior_chain(
+            self.run.model, self.run.posterior, self.parts.held_out[:count], jax.random.key(0), steps
+        )
+
     def energy(self, v) -> Float[np.ndarray, "count"]:
         return energies(self.run.model, self.run.posterior, v)
 
@@ -86,6 +101,9 @@ def evaluate(folder: Path, fid_samples: int = 0) -> dict[str, float]:
     if trained.recipe.bilevel:
         for level, value in trained.fisher().items():
             found[f"Fisher divergence of q, noise {level:.2f}"] = value
+        chains = trained.chains()
+        found["mean of q from p(h|v)'s, in deviations, by Langevin"] = float(np.median(np.abs(chains.shift)))
+        found["deviation of q over p(h|v)'s"] = float(np.median(chains.spread))
     if accuracy := trained.svm():
         found["linear SVM of the latents, %"] = accuracy.percent
     copies = features.nearest(trained.samples(100), trained.parts.train / np.float32(255)).distances

@@ -81,7 +81,7 @@ def measure(trained: Trained, network: inception.Inception | None, count: int) -
 def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
     """Train and measure what is missing, and write the report. Its path."""
     from ..report import Page
-    from ..report.images import learning, map_of_latents, pictures
+    from ..report.images import grids, learning, map_of_latents, pictures
 
     folder, images = Path(folder), load_images(settings.data)
     colour = images.train.shape[1] == 3
@@ -100,6 +100,7 @@ def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
             keep=STOPS if network else 1,
             checkpoint_every=log * (100 // (3 * STOPS)),
             progress=f"{name:12s}" if progress else False,
+            callbacks=(grids(recipe, images, folder / name),),
         )
         runs[name] = Trained.of(folder / name)
         measured[name] = measure(runs[name], network, settings.fid_samples)

@@ -1,6 +1,7 @@
 """The report of one run of `bism train` on images."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import jax
 import numpy as np
 
 from ..image_evaluation import Trained, evaluate
-from ..images import show
+from ..image_recipe import ImageRecipe, split
+from ..images import Images, show
 from ..metrics import features
 from ..synthesis import denoise_images, encode, inpaint, interpolate
+from ..training import Run
 from .figures import curves, galleries, histograms, scatter
 from .page import Page
 
@@ -42,6 +45,25 @@ def write(folder: Path, fid_samples: int = 0) -> Path:
     page.heading("Settings")
     page.code(json.dumps(asdict(recipe), indent=2))
     return page.write(folder)
+
+
+def grids(recipe: ImageRecipe, images: Images, folder: Path, times: int = 10) -> Callable[[Run], None]:
+    """A callback for `train` that draws `folder`/figures/samples-STEP.png so many times on the way."""
+    parts = split(images, recipe.seed)
+    every = max(recipe.steps // times, 1)
+    drawn = 0
+
+    def draw(run: Run) -> None:
+        nonlocal drawn
+        if run.step // every == drawn:
+            return
+        drawn = run.step // every
+        samples = Trained(recipe, run, images, parts).samples(100, steps=50)
+        (folder / "figures").mkdir(exist_ok=True)
+        figure = galleries({"": show(samples, images.size)}, 10)
+        figure.savefig(folder / "figures" / f"samples-{run.step}.png", dpi=130)
+
+    return draw
 
 
 def save_samples(trained: Trained, samples: np.ndarray, path: Path) -> Path:
