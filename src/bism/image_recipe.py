@@ -125,6 +125,17 @@ class ImageRecipe:
         posterior = lambda key: conv_posterior(shape, self.h_dim, widths=widths, dtype=dtype, key=key)
         return method, model, posterior
 
+    def operations(self, shape: tuple[int, int, int]) -> float:
+        """Of one iteration."""
+        method, model, posterior = self.build(shape)
+
+        def iteration(key, batch):
+            q = None if posterior is None else posterior(key)
+            return parameters(method.step(method.init(model(key), q, batch=batch, key=key), batch, key))
+
+        batch = jax.ShapeDtypeStruct((self.batch_size, *shape), jnp.result_type(float))
+        return operations(iteration, jax.random.key(0), batch)
+
 
 def are_images(source: str) -> bool:
     """Whether the source is a named set of images, a folder, or an array of three axes or more."""
@@ -214,20 +225,13 @@ def train(
         callbacks=callbacks,
         progress=progress,
         prepare=to_unit(recipe.flip),
-        rate=_rate(recipe, method, model, posterior, watched),
+        rate=_rate(recipe, shape_of(parts)),
     )
 
 
-def _rate(recipe, method, model, posterior, images):
+def _rate(recipe: ImageRecipe, shape: tuple[int, int, int]) -> Callable[[float], str]:
     """Says a rate in iterations a second as images and operations a second."""
-
-    def iteration(key, batch):
-        q = None if posterior is None else posterior(key)
-        return parameters(method.step(method.init(model(key), q, batch=batch, key=key), batch, key))
-
-    batch = jax.ShapeDtypeStruct((recipe.batch_size, *images.shape[1:]), images.dtype)
-    each = operations(iteration, jax.random.key(0), batch)
-    top = peak()
+    each, top = recipe.operations(shape), peak()
 
     def told(rate: float) -> str:
         share = f" ({each * rate / top:.0%} of the chip's)" if top else ""
