@@ -14,12 +14,24 @@ from golden_models import (
     gaussian_eblvm,
     golden_posterior,
     grbm,
+    linear_posterior,
     quick_jit,
     random_grbm,
     true_posterior,
 )
 
-from bism import DSM, NCE, VNCE, ContrastiveDivergence, Grid, MaximumLikelihood, ScoreMatching, log_likelihood, score
+from bism import (
+    DSM,
+    NCE,
+    VNCE,
+    BiSM,
+    ContrastiveDivergence,
+    Grid,
+    MaximumLikelihood,
+    ScoreMatching,
+    log_likelihood,
+    score,
+)
 from bism.baselines import discriminate, log_evidence, log_normal
 from bism.method import parameters
 
@@ -215,14 +227,15 @@ def test_contrastive_divergence_is_still_at_data_of_its_own_model():
     assert jnp.all((data + 2 - shifted).mean(0) > 0.5)  # while other data are drawn towards the model
 
 
-def test_the_average_follows_theta():
-    method = ScoreMatching(DSM(0.5), optimizer=optax.sgd(0.1), ema=0.75)
-    state = start(method, random_grbm(2, 3))
+def test_the_average_follows_theta_and_phi():
+    method = BiSM(DSM(0.5), optimizer=optax.sgd(0.1), ema=0.15)
+    state = start(method, random_grbm(2, 3), linear_posterior(jnp.ones((3, 2)), jnp.zeros(3)))
     _, one, _ = step(method, state)
     _, two, _ = step(method, one)
-    W0, W1, W2 = state.model.W, one.model.W, two.model.W
-    close(two.average.W, 0.75 * (0.75 * W0 + 0.25 * W1) + 0.25 * W2, rtol=1e-12)
-    assert two.best is two.average
+    for of in (lambda state: state.model.W, lambda state: state.posterior.net.weight):
+        first = 0.1 * of(state) + 0.9 * of(one)  # 1/10 at first, 2/11 would be next
+        close(of(two.average), 0.15 * first + 0.85 * of(two), rtol=1e-12)
+    assert (two.best, two.q) == (two.average.model, two.average.posterior)
 
 
 def test_models_that_a_method_cannot_learn_are_refused():

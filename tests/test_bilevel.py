@@ -347,6 +347,27 @@ def test_draws_are_as_many_as_the_steps_and_each_is_its_own(noise):
         assert len(np.unique(np.concatenate([np.ravel(d.v) for d in (lower, response, upper)]))) == 8 * 8
 
 
+def test_fifty_unrolled_steps_take_at_most_twice_the_memory_of_five():
+    single = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, tree)
+    model = single(bism.GaussianRBM(560, 400, key=jax.random.key(0)))
+    posterior = single(bism.BernoulliPosterior.linear(560, 400, key=jax.random.key(0)))
+    batch = jnp.zeros((100, 560), jnp.float32)
+
+    def memory(steps):
+        """All of an iteration's, the state included, which is given away as `fit` does."""
+        method = BiSM(DSM(0.3), KL(), Unroll(steps), optimizer=adam(2e-4))
+        state = method.init(model, posterior, batch=batch, key=jax.random.key(0))
+        arrays, static = eqx.partition(state, eqx.is_array)
+        step = lambda arrays, key: eqx.filter(method.step(eqx.combine(arrays, static), batch, key), eqx.is_array)
+        found = jax.jit(step, donate_argnums=0).lower(arrays, jax.random.key(0)).compile().memory_analysis()
+        assert found is not None
+        return found.temp_size_in_bytes + found.argument_size_in_bytes
+
+    five = memory(5)
+    assert five > 20 * model.W.nbytes  # θ, φ and Adam's state of each, and of φ at every step
+    assert memory(50) <= 2 * five
+
+
 def test_the_defaults_follow_the_energy():
     linear, other = BiSM(DSM(0.3)), BiSM(DSM(0.3), KL(exact=False))
     assert isinstance(linear.response_for(random_grbm(2, 3)), NaturalGradient)

@@ -1,5 +1,6 @@
 """What goes wrong is said at once and by name, and what was had before it is kept."""
 
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -150,7 +151,7 @@ def test_a_run_is_not_overwritten(tmp_path):
     fit(folder=tmp_path, steps=2)
     before = contents(tmp_path)
     assert any("checkpoints" in path.parts for path in before)
-    with pytest.raises(FileExistsError, match=r"already holds a run\. Give resume=True"):
+    with pytest.raises(FileExistsError, match=r"already holds a run\. Go on with it by resume=True, or --resume"):
         fit(folder=tmp_path, steps=2)
     assert contents(tmp_path) == before
 
@@ -169,12 +170,66 @@ def test_interrupted(uninterrupted, tmp_path, capsys, when):
     settings = {"batch_size": 8, "validation": DATA[:4], "checkpoint_every": 5, "folder": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         fit(callbacks=[interrupt], **settings)
-    assert f"Interrupted at iteration {when}; resume=True" in capsys.readouterr().err
+    assert f"resume=True, goes on from iteration {when}." in capsys.readouterr().err
     seen = []
     run = fit(resume=True, callbacks=[lambda run: seen.append(run.step)], **settings)
     assert seen == list(range(when + 1, 13))
     assert bits(run.loop) == bits(uninterrupted.loop)
     assert [row["loss"] for row in run.history] == [row["loss"] for row in uninterrupted.history]
+
+
+def test_interrupted_before_it_has_gone_on(tmp_path, monkeypatch):
+    """The checkpoint that it would go on from is left as it was: nothing better is at hand."""
+    run = fit(folder=tmp_path, steps=6)
+    kept = contents(tmp_path / "checkpoints")
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Batches, "rows", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fit(folder=tmp_path, resume=True)
+    assert contents(tmp_path / "checkpoints") == kept
+    assert bits(fit(folder=tmp_path, resume=True, steps=6).state) == bits(run.state)
+
+
+def test_interrupted_when_its_state_is_given_away(tmp_path, monkeypatch, capsys):
+    """A block under way has the arrays: the last checkpoint is what there is."""
+    compile, calls = jax.jit, []
+
+    def interrupted(fn, **settings):
+        compiled = compile(fn, **settings)
+
+        def call(*args):
+            calls.append(fn)
+            found = compiled(*args)
+            if len(calls) == 8:
+                raise KeyboardInterrupt
+            return found
+
+        return call if "donate_argnums" in settings else compiled
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "jit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fit(folder=tmp_path, checkpoint_every=5, log_every=1)
+    assert len(calls) == 8
+    assert "goes on from iteration 5." in capsys.readouterr().err
+    assert fit(folder=tmp_path, resume=True, checkpoint_every=5, log_every=1).step == 12
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_may_be_begun_again(tmp_path):
+    fit(folder=tmp_path, steps=4)
+    for path in (tmp_path / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    assert fit(folder=tmp_path, steps=6, batch_size=5).step == 6
+
+
+def test_a_run_goes_on_only_as_it_began(tmp_path):
+    fit(folder=tmp_path, steps=4, batch_size=8)
+    with pytest.raises(ValueError, match=r"cannot go on: it has batch_size 8, and 5 is given here"):
+        fit(folder=tmp_path, steps=6, batch_size=5, resume=True)
 
 
 def test_interrupted_before_the_record(uninterrupted, tmp_path, monkeypatch):

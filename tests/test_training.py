@@ -144,7 +144,7 @@ def test_average():
     for i in range(2):
         state, _ = eqx.filter_jit(method.step)(state, batch, jax.random.key(i))
         points.append(state.model.W)
-    by_hand = 0.75**2 * points[0] + 0.75 * 0.25 * points[1] + 0.25 * points[2]
+    by_hand = 2 / 11 * (0.1 * points[0] + 0.9 * points[1]) + 9 / 11 * points[2]  # it begins short and grows to 0.75
     np.testing.assert_allclose(state.best.W, by_hand, rtol=1e-14)
     assert replace(state, average=None).best is state.model
 

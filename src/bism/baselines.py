@@ -195,12 +195,12 @@ class VNCE(Method):
         posterior = eqx.combine(phi, frame)
         draw = self.draw(posterior, batch, upper_key)
         value, gradient = eqx.filter_value_and_grad(self.loss)((state.model, state.memory), posterior, *draw)
-        state = self.ascend(state, gradient, state.memory)
-        return replace(state, posterior=posterior, lower_opt_state=opt_state), {"loss": value}
+        state = replace(state, posterior=posterior, lower_opt_state=opt_state)
+        return self.ascend(state, gradient, state.memory), {"loss": value}
 
     def validate(self, state, batch, key):
-        draw = self.draw(state.posterior, batch, key)
-        return self.loss((state.best, state.memory), state.posterior, *draw)
+        draw = self.draw(state.q, batch, key)
+        return self.loss((state.best, state.memory), state.q, *draw)
 
     @property
     def _lower_optimizer(self):

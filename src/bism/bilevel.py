@@ -135,8 +135,8 @@ class BiSM(Method):
             return self.upper(theta, eqx.combine(response(theta, phi0, lower), frame), upper_draw)
 
         value, gradient = eqx.filter_value_and_grad(upper)(theta)  # Eqn (15)
-        state = self.ascend(state, (gradient, None))
         state = replace(state, posterior=eqx.combine(phi0, frame), lower_opt_state=opt_state)
+        state = self.ascend(state, (gradient, None))
         return state, {"loss": value} | ({"lower": values[-1]} if self.lower_steps else {})
 
     def upper(self, theta: EBLVM, posterior: Posterior, draw: Draw) -> jax.Array:
@@ -154,7 +154,7 @@ class BiSM(Method):
 
     def validate(self, state, batch, key):
         _, _, draw = self.draw(state, batch, key)
-        return self.upper(state.best, state.posterior, draw)
+        return self.upper(state.best, state.q, draw)
 
     def response_for(self, model: EBLVM) -> Response:
         return self.response or (NaturalGradient() if self._linear(model) else Unroll(5))

@@ -83,8 +83,15 @@ def _fill(like, leaves, where):
     )
 
 
-def require_space(folder: Path, state: PyTree, copies: int) -> None:
-    """Refuse to start a run whose checkpoints would not fit on the disk."""
+def holds_run(folder: Path) -> bool:
+    """Whether a run has a checkpoint there: one that failed before that may be begun again."""
+    return any(path.name.isdigit() for path in (Path(folder) / "checkpoints").glob("*"))
+
+
+def require_space(folder: Path, state: PyTree, keep: int) -> None:
+    """Refuse to start a run whose checkpoints do not fit on the disk: those kept, and one more while it is written."""
+    there = sum(path.name.isdigit() for path in (Path(folder) / "checkpoints").glob("*"))
+    copies = max(keep + 1 - there, 1)
     size = sum(x.nbytes for x in jax.tree.leaves(_data(state))) * copies
     free = shutil.disk_usage(_existing(Path(folder).absolute())).free
     if size > free:

@@ -1,6 +1,5 @@
 """Steps of an optimiser on a lower-level loss: the live ones of Algorithm 1 and those that are differentiated."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,8 @@ def descend(
 ) -> tuple[PyTree, optax.OptState, Array]:
     """φ and the optimiser's state after a step on `loss(φ, draw)` for each of the draws, and the loss at each step.
 
-    Rematerialised, a later backward pass needs about 2√steps times the memory of (φ, optimiser state), not of a step's
-    intermediate values. Steps few and small enough to be unrolled keep those: that is faster and costs little.
+    Rematerialised, a later backward pass needs about 2√steps times the memory of (φ, optimiser state), 3∛steps for more
+    than 16, not that of a step's intermediate values. Steps few and small enough to be unrolled keep those: faster.
     """
     steps = len(jax.tree.leaves(draws)[0])
     if steps == 0:
@@ -46,12 +45,29 @@ def descend(
 
 
 def _scan_rematerialised(step, carry, draws, steps):
-    """A scan of √steps stretches: kept for the backward pass are their starts, and the inside of one at a time."""
-    step = jax.checkpoint(step)
-    stretch = math.isqrt(steps)
-    whole = steps - steps % stretch
-    cut = lambda x: x[:whole].reshape(-1, stretch, *x.shape[1:])
-    inner = jax.checkpoint(lambda carry, draws: jax.lax.scan(step, carry, draws))
-    carry, values = jax.lax.scan(inner, carry, jax.tree.map(cut, draws))
-    carry, rest = jax.lax.scan(step, carry, jax.tree.map(lambda x: x[whole:], draws))
-    return carry, jnp.concatenate([values.ravel(), rest])
+    """A scan of stretches of stretches: their starts are kept for the way back, and the inside of one at a time."""
+    # By index, so that no stretch copies its draws.
+    step_at = jax.checkpoint(lambda carry, i: step(carry, jax.tree.map(lambda x: x[i], draws)))
+
+    def scan(carry, indices, lengths):
+        if not lengths:
+            return jax.lax.scan(step_at, carry, indices)
+        whole = len(indices) - len(indices) % lengths[0]
+        stretch = jax.checkpoint(lambda carry, indices: scan(carry, indices, lengths[1:]))
+        carry, values = jax.lax.scan(stretch, carry, indices[:whole].reshape(-1, lengths[0]))
+        carry, rest = jax.lax.scan(step_at, carry, indices[whole:])
+        return carry, jnp.concatenate([values.ravel(), rest])
+
+    return scan(carry, jnp.arange(steps), _lengths(steps, 2 if steps <= 16 else 3)[1])
+
+
+def _lengths(steps, depth):
+    """How many values of (φ, optimiser state) are kept at a time, and the stretches' lengths that make them fewest."""
+    if depth == 1:
+        return steps, ()
+
+    def kept(length):
+        inside, lengths = _lengths(length, depth - 1)
+        return steps // length + steps % length + inside, (length, *lengths)
+
+    return min(map(kept, range(1, steps + 1)))

@@ -112,7 +112,7 @@ def diagnose(
         at_solution = lambda iterations: problem.hypergradient(
             ConjugateGradient(iterations, damping=0.0, tolerance=1e-12), solved, state.lower_opt_state
         )
-        reference = at_solution(500)
+        reference = at_solution(2000)
 
         def bias(gradient):
             return float(optax.tree.norm(jax.tree.map(jnp.subtract, gradient, reference)) / optax.tree.norm(reference))
@@ -131,7 +131,7 @@ def diagnose(
                     cost[name] = problem.milliseconds(response, phi, opt_state)
                 candidates.append(Candidate(name, steps, unroll, bias(gradient), cost[name]))
 
-        floor = bias(at_solution(100))
+        floor = bias(at_solution(1000))
 
         def rate(counts, conditioned):
             gradients = problem.unrolled(start, solved, jnp.array(counts), max(counts), conditioned)
@@ -155,15 +155,15 @@ def posterior_fisher(
     state: State, data: jax.Array, key: PRNGKeyArray, levels: Sequence[float] = (0.0,), particles: int = 8
 ) -> dict[float, float]:
     """D_F(q(h|ṽ) ‖ p(h|ṽ)) on data with noise of each level: for continuous latents."""
-    model, posterior = state.best, state.posterior
+    model, posterior = state.best, state.q
     if posterior.discrete:
         raise ValueError("The Fisher divergence of q needs continuous latents.")
 
-    @jax.jit
-    def at(level, key):
+    @eqx.filter_jit
+    def at(model, posterior, data, level, key):
         noise_key, h_key = jax.random.split(key)
         v = data + level * jax.random.normal(noise_key, data.shape, data.dtype)
         h = eqx.filter_eval_shape(posterior, data[0]).noise(h_key, (len(data), particles))
         return jnp.mean(jax.vmap(lambda v, h: Fisher(particles).loss(model, v, posterior(v), h))(v, h))
 
-    return {float(level): float(at(level, key)) for level in levels}
+    return {float(level): float(at(model, posterior, data, jnp.asarray(level), key)) for level in levels}

@@ -83,7 +83,7 @@ class Trained(NamedTuple):
         v = self.parts.held_out[:HELD_OUT] / np.float32(255)
         return posterior_fisher(self.run.state, jax.numpy.asarray(v), jax.random.key(0), levels)
 
-    def chains(self, count: int = 32, steps: int = 500) -> PosteriorChain:
+    def chains(self, count: int = 16, steps: int = 4000) -> PosteriorChain:
         """p(h|v) of held-out images by Langevin, beside q."""
         return posterior_chain(
             self.run.model, self.run.posterior, self.parts.held_out[:count], jax.random.key(0), steps
@@ -93,11 +93,11 @@ class Trained(NamedTuple):
         return energies(self.run.model, self.run.posterior, v)
 
 
-def evaluate(folder: Path, fid_samples: int = 0) -> dict[str, float]:
+def evaluate(trained: Trained, fid_samples: int = 0) -> dict[str, float]:
     """Named figures of a run on its held-out images."""
-    trained = Trained.of(folder)
     network = inception.load() if fid_samples else None  # first of all: it may be missing
-    found = {"held-out loss": float(trained.run.curve("held-out loss")[1][-1])}
+    recorded = [row["held-out loss"] for row in trained.run.history if "held-out loss" in row]
+    found = {"held-out loss": float(recorded[-1])} if recorded else {}
     if trained.recipe.bilevel:
         for level, value in trained.fisher().items():
             found[f"Fisher divergence of q, noise {level:.2f}"] = value

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .baselines import ScoreMatching
 from .bilevel import BiSM
+from .checkpoint import holds_run
 from .cost import operations, peak
 from .data import load_file
 from .divergence import Fisher
@@ -191,7 +192,7 @@ def train(
     """Train by a recipe, into a folder from which `restore` brings it back. `images`: the recipe's, if at hand."""
     folder = Path(folder)
     parts = split(images or recipe.images(), recipe.seed)
-    if resume and (folder / "config.json").exists():
+    if resume and holds_run(folder):
         changed = changes(recipe_of(folder), recipe)
         if changed:  # the learning rate's schedule depends on the number of iterations, too
             raise ValueError(f"{folder} was trained with other settings: {', '.join(changed)}. Give the same ones.")

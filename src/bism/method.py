@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
@@ -17,6 +18,14 @@ Batch = Float[Array, "batch ..."]
 Metrics = dict[str, Float[Array, ""]]
 
 
+class Average(eqx.Module):
+    """The moving averages of θ and φ, which belong together: φ follows θ as it was."""
+
+    model: Any
+    posterior: Any
+    age: Float[Array, ""]
+
+
 class State(eqx.Module):
     """All that training changes. `memory` is the method's own: NCE's normaliser, PCD's chains."""
 
@@ -25,19 +34,24 @@ class State(eqx.Module):
     opt_state: PyTree
     lower_opt_state: PyTree = None
     memory: PyTree = None
-    average: Any = None  # the moving average of the model, where the method keeps one
+    average: Average | None = None  # where the method keeps one
 
     @property
     def best(self) -> Any:
         """The model to use: the average where there is one."""
-        return self.model if self.average is None else self.average
+        return self.model if self.average is None else self.average.model
+
+    @property
+    def q(self) -> Any:
+        """The posterior of that model."""
+        return self.posterior if self.average is None else self.average.posterior
 
 
 class Method(eqx.Module):
     """A way of learning. Methods are pure: all that changes is in the state."""
 
     optimizer: optax.GradientTransformation = eqx.field(static=True, default=adam(), kw_only=True)
-    ema: float | None = eqx.field(static=True, default=None, kw_only=True)  # the decay of the average of θ
+    ema: float | None = eqx.field(static=True, default=None, kw_only=True)  # the decay of the averages of θ and φ
 
     def __check_init__(self):
         if self.ema is not None and not 0 < self.ema < 1:
@@ -56,19 +70,21 @@ class Method(eqx.Module):
 
     def start(self, model: Model, posterior: Posterior | None = None, memory: PyTree = None) -> State:
         opt_state = self.optimizer.init(parameters((model, memory)))
-        return State(model, posterior, opt_state, memory=memory, average=model if self.ema else None)
+        average = Average(model, posterior, jnp.zeros(())) if self.ema else None
+        return State(model, posterior, opt_state, memory=memory, average=average)
 
     def ascend(self, state: State, gradient: PyTree, memory: PyTree = None) -> State:
-        """θ (and what of `memory` is learned) after one step of the upper optimiser, and its average."""  # Eqn (16)
+        """θ (and what of `memory` is learned) after one step of the upper optimiser, and the averages."""  # Eqn (16)
         old = (state.model, memory)
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, parameters(old))
         model, memory = eqx.apply_updates(old, updates)
         average = state.average
-        if self.ema:
-            decay = self.ema
-            average = jax.tree.map(
-                lambda a, x: decay * a + (1 - decay) * x if eqx.is_inexact_array(x) else a, average, model
-            )
+        if self.ema and average is not None:
+            # At first over a tenth of the states so far, so that nothing is left of the random start.
+            decay = jnp.minimum(self.ema, (average.age + 1) / (average.age + 10))
+            blend = lambda a, x: (decay * a + (1 - decay) * x).astype(x.dtype) if eqx.is_inexact_array(x) else a
+            theta, phi = jax.tree.map(blend, (average.model, average.posterior), (model, state.posterior))
+            average = Average(theta, phi, average.age + 1)
         return replace(state, model=model, opt_state=opt_state, memory=memory, average=average)
 
 

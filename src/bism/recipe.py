@@ -12,6 +12,7 @@ import numpy as np
 
 from .baselines import NCE, VNCE, ContrastiveDivergence, MaximumLikelihood, ScoreMatching
 from .bilevel import BiSM
+from .checkpoint import holds_run
 from .data import as_data, load
 from .divergence import KL, Fisher
 from .method import Method
@@ -139,7 +140,7 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, progress: bool 
     train_set, held_out = recipe.split()
     scale = Scale.of(train_set, recipe.standardise)
     method, model, posterior = recipe.build(train_set.shape[1])
-    if resume and (folder / "config.json").exists():
+    if resume and holds_run(folder):
         changed = changes(recipe_of(folder), recipe)
         if changed not in ([], ["steps"]):
             raise ValueError(f"{folder} was trained with other settings: {', '.join(changed)}. Give the same ones.")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .checkpoint import Checkpoints, require_space
+from .checkpoint import Checkpoints, holds_run, require_space
 from .cost import memory_error
 from .data import as_data
 from .energy import EBLVM, EBM
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def posterior(self) -> Any:
-        return self.loop.state.posterior
+        return self.loop.state.q
 
     @property
     def best(self) -> State:
@@ -127,7 +127,8 @@ def fit(
         data then stay on the device in the type they have.
     rate: what the progress says of so many iterations a second; without it, that number.
 
-    The same key gives the same run to the last bit on the same machine, in one go or resumed, whatever is logged.
+    The same key gives the same run to the last bit on the same CPU, in one go or resumed, whatever is logged; on a GPU
+    it does with XLA_FLAGS=--xla_gpu_deterministic_ops=true.
     """
     data = as_data(data, "data", stored=prepare is not None)
     held_out = None if validation is None else as_data(validation, "validation", like=data, stored=prepare is not None)
@@ -140,9 +141,9 @@ def fit(
 
     if folder is not None:
         folder = Path(folder)
-        if (folder / "config.json").exists() and not resume:
+        if holds_run(folder) and not resume:
             raise FileExistsError(
-                f"{folder} already holds a run. Give resume=True to go on with it, or another folder."
+                f"{folder} already holds a run. Go on with it by resume=True, or --resume, or give another folder."
             )
 
     prepare = prepare or _as_stored
@@ -161,18 +162,23 @@ def fit(
     run_evaluations = jax.jit(over_seeds(_evaluations(evaluate or {}, static), (0,)))
     run_validation = jax.jit(over_seeds(_validation(method, static, prepare), (0, None, 0)))
 
+    settings = {"steps": steps, "batch_size": batch_size, "seeds": seeds, "data_shape": list(data.shape)}
+    settings |= {"example_shape": list(first.shape[1:]), "validated": held_out is not None}
+    settings["key"] = np.asarray(jax.random.key_data(key)).tolist()
     run = Run(method, loop, 0, [], seeds, folder)
     checkpoints = None
     if folder is not None:
         require_space(folder, arrays, keep)
         checkpoints = Checkpoints(folder / "checkpoints", keep)
         if resume and checkpoints.steps:
+            _refuse_other(folder, settings)
             run.step, loop = checkpoints.restore(loop)
             arrays = eqx.filter(loop, eqx.is_array)
         run.history = _truncate(folder / "metrics.jsonl", run.step)
-        settings = {"steps": steps, "batch_size": batch_size, "seeds": seeds, "data_shape": list(data.shape)}
-        settings |= {"example_shape": list(first.shape[1:]), "validated": held_out is not None}
-        _write_config(folder, method, key, settings, config)
+        _write_config(folder, method, settings, config)
+    run.loop = eqx.combine(arrays, static)
+    del loop  # the first state; its memory is needed
+    before = run.history[-1]["seconds"] if run.history else 0.0
     started, begun_at = time.perf_counter(), run.step
     bar = Progress(steps, progress, start=run.step, rate=rate)
     block = math.gcd(*intervals.values())  # iterations between two moments when something is to be done
@@ -185,7 +191,7 @@ def fit(
         if not pending:
             return
         _stop_if_bad([bad for _, _, bad in pending], checkpoints)
-        run.seconds = time.perf_counter() - started
+        run.seconds = before + time.perf_counter() - started
         record = {"step": run.step, "seconds": round(run.seconds, 3)} | _mean(pending)
         if run.step % evaluate_every == 0 or run.step == steps:
             record |= _host(run_evaluations(arrays))
@@ -200,7 +206,7 @@ def fit(
                 file.write(json.dumps(record) + "\n")
         if checkpoints and (run.step % checkpoint_every == 0 or run.step == steps):
             checkpoints.save(run.step, run.loop)
-        bar.update(run.step, (run.step - begun_at) / run.seconds, record)
+        bar.update(run.step, (run.step - begun_at) / (run.seconds - before), record)
 
     try:
         while run.step < steps:
@@ -209,6 +215,8 @@ def fit(
             given = batches.rows(run.step, stop), loop_key, iterations, data
             try:
                 arrays, *found = run_block(arrays, *given)
+                if run.step == begun_at:
+                    jax.block_until_ready(found)  # memory that is short shows here
             except jax.errors.JaxRuntimeError as error:
                 raise memory_error(error, run_block, (arrays, *given), batch_size) from error
             pending.append((stop - run.step, *found))
@@ -218,17 +226,19 @@ def fit(
                 for callback in callbacks:
                     callback(run)
     except KeyboardInterrupt:
-        settle()
-        if checkpoints and run.step:
-            checkpoints.save(run.step, run.loop)
-            bar.say(f"Interrupted at iteration {run.step}; resume=True goes on from there.")
+        if checkpoints and not any(x.is_deleted() for x in jax.tree.leaves(arrays)):  # given to a block under way
+            settle()
+            if run.step not in (0, *checkpoints.steps):
+                checkpoints.save(run.step, eqx.combine(arrays, static))
+        if checkpoints and checkpoints.steps:
+            bar.say(f"Interrupted; --resume, or resume=True, goes on from iteration {checkpoints.steps[-1]}.")
         raise
     finally:
         bar.close()
         if checkpoints:
             checkpoints.close()
     run.loop = eqx.combine(arrays, static)
-    run.seconds = time.perf_counter() - started
+    run.seconds = before + time.perf_counter() - started
     return run
 
 
@@ -319,7 +329,7 @@ def _block(method, static, prepare):
 def _evaluations(evaluate, static):
     def run(arrays):
         state = eqx.combine(arrays, static).state
-        return {name: fn(state.best, state.posterior) for name, fn in evaluate.items()}
+        return {name: fn(state.best, state.q) for name, fn in evaluate.items()}
 
     return run
 
@@ -376,14 +386,21 @@ def _check_counts(data, *, batch_size, **counts):
         raise ValueError(f"fit: batch_size is {batch_size} and there are {len(data)} examples; make it smaller.")
 
 
-def _write_config(folder, method, key, settings, config):
+def _refuse_other(folder, settings):
+    """What a run goes on with must be what it began with, but for its length."""
+    there = json.loads((folder / "config.json").read_text())["settings"]
+    for name, value in settings.items():
+        if name != "steps" and there.get(name) != value:
+            raise ValueError(f"{folder} cannot go on: it has {name} {there.get(name)}, and {value} is given here.")
+
+
+def _write_config(folder, method, settings, config):
     folder.mkdir(parents=True, exist_ok=True)
     versions = {name: version(name) for name in ("jax", "equinox", "optax")}
     versions |= {"bism": __version__, "python": platform.python_version()}
     device = jax.devices()[0]
     about = settings | {
         "method": eqx.tree_pformat(method, width=100),
-        "key": np.asarray(jax.random.key_data(key)).tolist(),
         "device": f"{device.platform}: {device.device_kind}",
         "versions": versions,
     }

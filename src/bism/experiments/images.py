@@ -145,6 +145,6 @@ def tables(page: Any, measured: dict[str, Measured], settings: Settings) -> None
         page.table(
             ["", "FID", "paper", "FID, best stop", "paper"],
             rows,
-            f"Of {settings.fid_samples:,} samples from the training images; the paper's: of 50,000. The best stop: of "
-            f"{STOPS} checkpoints in the last third, the one whose 1,000 samples have the least FID.",
+            f"Of {settings.fid_samples:,} samples down a ladder of 100 levels; the paper's: 50,000, by 2,700 Langevin "
+            f"steps. Best stop: of {STOPS} checkpoints in the last third, the one of least FID by 1,000 samples.",
         )

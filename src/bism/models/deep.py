@@ -1,7 +1,7 @@
 """Energies of images: the residual networks of the paper, with and without latent variables, and their posterior.
 
 One image is (channels, height, width) with values in [0, 1]. With `dtype="bfloat16"` the convolutions are computed in
-16 bits; parameters, their gradients, the dense layers and the energy keep the precision of v.
+16 bits; the parameters and gradients are stored, and the dense layers computed, in the precision of v.
 """
 
 import itertools

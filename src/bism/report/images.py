@@ -1,6 +1,7 @@
 """The report of one run of `bism train` on images."""
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +37,7 @@ def write(folder: Path, fid_samples: int = 0) -> Path:
         f"A {type(run.model).__name__}{latent}, trained for {run.step:,} iterations of {recipe.batch_size} of "
         f"{len(parts.train):,} images of {channels} × {height} × {width}. {trained.images.note}",
     )
-    page.table(["on held-out images", ""], list(evaluate(folder, fid_samples).items()))
+    page.table(["on held-out images", ""], list(evaluate(trained, fid_samples).items()))
     page.heading("Learning")
     learning(page, {"": run})
     pictures(page, trained)
@@ -58,10 +59,13 @@ def grids(recipe: ImageRecipe, images: Images, folder: Path, times: int = 10) ->
         if run.step // every == drawn:
             return
         drawn = run.step // every
-        samples = Trained(recipe, run, images, parts).samples(100, steps=50)
-        (folder / "figures").mkdir(exist_ok=True)
-        figure = galleries({"": show(samples, images.size)}, 10)
-        figure.savefig(folder / "figures" / f"samples-{run.step}.png", dpi=130)
+        try:
+            samples = Trained(recipe, run, images, parts).samples(100, steps=50)
+            (folder / "figures").mkdir(exist_ok=True)
+            figure = galleries({"": show(samples, images.size)}, 10)
+            figure.savefig(folder / "figures" / f"samples-{run.step}.png", dpi=130)
+        except (FloatingPointError, OSError) as error:  # a picture is not worth a training
+            warnings.warn(f"No picture of samples at iteration {run.step}: {error}", stacklevel=2)
 
     return draw
 
