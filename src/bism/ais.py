@@ -48,37 +48,18 @@ def adaptive_schedule(
     *,
     chains: int = 256,
     effective: float = 0.98,
-    most: int = 10_000,
+    most: int = 2000,
 ) -> Float[Array, " temperatures"]:
     """Temperatures each so far from the last that the weights between them keep a share `effective` of the chains.
 
     If their number is given, so many of the same density.
     """
 
-    @jax.jit
-    def advance(beta, states, key):
-        field = jax.vmap(model.field)(states)
-
-        def share(step):
-            return _effective(_log_ratio(field, beta, beta + step)) / chains
-
-        def halve(_, bounds):
-            low, high = bounds
-            middle = 0.5 * (low + high)
-            enough = share(middle) >= effective
-            return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-        rest = 1 - beta
-        step, _ = jax.lax.fori_loop(0, 30, halve, (0.0 * rest, rest))
-        step = jnp.where(share(rest) >= effective, rest, jnp.maximum(step, 1 / most))
-        beta = jnp.minimum(beta + step, 1.0)
-        return beta, _sweep(tempered(model, beta), states, key)
-
     start_key, key = jax.random.split(key)
     states, betas = _start(model, start_key, chains), [jnp.zeros(())]
     while betas[-1] < 1:
         key, sweep_key = jax.random.split(key)
-        beta, states = advance(betas[-1], states, sweep_key)
+        beta, states = _advance(model, betas[-1], states, sweep_key, effective, most)
         betas.append(beta)
     found = jnp.stack(betas)
     if temperatures is None:
@@ -169,6 +150,27 @@ def _effective(log_weights):
 def _log_ratio(field, old, new):
     """log p̃_new(v)/p̃_old(v), in which the quadratic term cancels."""
     return jnp.sum(jax.nn.softplus(new * field) - jax.nn.softplus(old * field), -1)
+
+
+@eqx.filter_jit
+def _advance(model, beta, states, key, effective, most):
+    """The next temperature, and the chains after a sweep at it."""
+    field = jax.vmap(model.field)(states)
+
+    def share(step):
+        return _effective(_log_ratio(field, beta, beta + step)) / len(states)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = 0.5 * (low + high)
+        enough = share(middle) >= effective
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    rest = 1 - beta
+    step, _ = jax.lax.fori_loop(0, 30, halve, (0.0 * rest, rest))
+    step = jnp.where(share(rest) >= effective, rest, jnp.maximum(step, 1 / most))
+    beta = jnp.minimum(beta + step, 1.0)
+    return beta, _sweep(tempered(model, beta), states, key)
 
 
 def _sweep(model, states, key):
