@@ -17,7 +17,7 @@ from bism.experiments.freyface import OURS, PAPER, TABLE, Settings, fisher_numbe
 from bism.likelihood import log_likelihood
 
 SHAPE = (4, 3)
-METHODS = ("DSM", OURS, "BiDSM N=1")
+METHODS = ("DSM", OURS)
 
 
 @pytest.fixture(scope="module")
