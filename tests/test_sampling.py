@@ -10,6 +10,7 @@ from golden_models import close, gaussian_eblvm, quick_jit, random_grbm
 
 from bism import (
     EBLVM,
+    EBM,
     AnnealedLangevin,
     Gibbs,
     Grid,
@@ -276,3 +277,12 @@ def test_sample_of_a_model_without_free_energy_moves_v_and_h():
         sample(MLPFreeEnergy(2, width=2, depth=1, key=KEY), KEY, 5)
     with pytest.raises(ValueError, match="at least one step"):
         chain(Gibbs(GRBM), KEY, jnp.zeros((3, 2)), 0)
+
+
+def test_chains_that_leave_the_finite_numbers_are_told():
+    class Falling(EBM):
+        def free_energy(self, v):
+            return -jnp.sum(v**4)
+
+    with pytest.raises(FloatingPointError, match="5 of 5 chains left the finite numbers: take a smaller step="):
+        sample(Falling(), KEY, 5, shape=(2,), steps=400)

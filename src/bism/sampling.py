@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .energy import EBLVM, EBM
@@ -252,7 +253,8 @@ def sample(
     """`count` samples of v: block Gibbs for a Gaussian RBM, else adjusted Langevin on F(v) or jointly on E(v, h).
 
     Other than for a Gaussian RBM, say the `shape` of one v, and for a latent-variable model the `h_shape` of one h.
-    The chains start at N(0, 1) and cool from temperature 10 to 1 over their first half.
+    The chains start at N(0, 1) and cool from temperature 10 to 1 over their first half. They move h as a real vector: a
+    binary h other than a Gaussian RBM's needs a kernel of its own.
     """
     if isinstance(model, GaussianRBM):
         start_key, key = jax.random.split(key)
@@ -271,4 +273,9 @@ def sample(
     cooling = AnnealedLangevin(energy, 10.0 ** jnp.linspace(1.0, 0.0, max(steps // 2, 1)), step)
     warm, _ = chain(cooling, hot_key, start, steps // 2)
     states, _ = chain(Langevin(energy, step, adjust=True), key, warm.position, steps - steps // 2)
-    return states if isinstance(model, EBM) else states[0]
+    v = states if isinstance(model, EBM) else states[0]
+    if not isinstance(v, Tracer) and (lost := int((~jnp.isfinite(v)).reshape(count, -1).any(1).sum())):
+        raise FloatingPointError(
+            f"{lost} of {count} chains left the finite numbers: take a smaller step=, or let the energy grow with v."
+        )
+    return v
