@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
+from bism.data import save
 from bism.metrics import features as probes, fid as module, inception
 from bism.metrics.fid import Statistics, fid, frechet, reference_statistics, statistics
 from bism.metrics.inception import CONVS, POOLS, as_bytes, convert, from_torch, load
@@ -221,10 +222,10 @@ def test_refused_weights(tmp_path, monkeypatch):
     path.write_bytes(b"half")
     with pytest.raises(ValueError, match=f"{path} cannot be read: .*{told}"):
         load()
-    inception.save(path, {"conv.weight": np.zeros((32, 3, 3, 3))})
+    save(path, {"conv.weight": np.zeros((32, 3, 3, 3))})
     with pytest.raises(ValueError, match=f"{path} is not FID's Inception-v3: conv.beta is missing.{told}"):
         load()
-    inception.save(path, {"conv.weight": np.zeros((32, 3, 3, 5))})
+    save(path, {"conv.weight": np.zeros((32, 3, 3, 5))})
     with pytest.raises(ValueError, match=rf"conv.weight is of shape \(32, 3, 3, 5\), not \(32, 3, 3, 3\).{told}"):
         load(str(path))
     with pytest.raises(FileNotFoundError, match=r"/elsewhere\.npz: no such file"):

@@ -85,13 +85,12 @@ def _fill(like, leaves, where):
 
 def holds_run(folder: Path) -> bool:
     """Whether a run has a checkpoint there: one that failed before that may be begun again."""
-    return any(path.name.isdigit() for path in (Path(folder) / "checkpoints").glob("*"))
+    return bool(_kept(folder))
 
 
 def require_space(folder: Path, state: PyTree, keep: int) -> None:
     """Refuse to start a run whose checkpoints do not fit on the disk: those kept, and one more while it is written."""
-    there = sum(path.name.isdigit() for path in (Path(folder) / "checkpoints").glob("*"))
-    copies = max(keep + 1 - there, 1)
+    copies = max(keep + 1 - len(_kept(folder)), 1)
     size = sum(x.nbytes for x in jax.tree.leaves(_data(state))) * copies
     free = shutil.disk_usage(_existing(Path(folder).absolute())).free
     if size > free:
@@ -99,6 +98,10 @@ def require_space(folder: Path, state: PyTree, keep: int) -> None:
             f"{folder}: {copies} checkpoints need {size / 1e6:.0f} MB and {free / 1e6:.0f} MB are free. "
             "Free some space, choose another folder or keep fewer checkpoints."
         )
+
+
+def _kept(folder):
+    return [path for path in (Path(folder) / "checkpoints").glob("*") if path.name.isdigit()]
 
 
 def _existing(path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,17 @@ def load_file(path: Path) -> np.ndarray:
         return readers[path.suffix](path)
     except Exception as error:  # a broken file raises whatever its reader stumbles on
         raise ValueError(f"{path} cannot be read as an array: {error}") from error
+
+
+def save(path: Path, arrays: Mapping[str, Any]) -> None:
+    """A .npz of the arrays, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.npz")
+    try:
+        np.savez(unfinished, **arrays)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _read_npy(path):

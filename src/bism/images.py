@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from .data import load_file
+from .data import load_file, save
 
 Bytes = UInt8[np.ndarray, "count channels height width"]
 
@@ -261,7 +261,7 @@ def _named(name: str, folder: Path, url: str | None) -> tuple[dict[str, np.ndarr
         return _digits(), []
     path, known = folder / f"{name}.npz", NAMED[name]
     if not path.exists():
-        _save(path, _celeba(known.shape[0], folder) if name.startswith("celeba") else _download(name, folder, url))
+        save(path, _celeba(known.shape[0], folder) if name.startswith("celeba") else _download(name, folder, url))
     try:
         arrays = _file(path)
         if arrays["train"].shape[1:] != known.shape or arrays["train"].dtype != np.uint8:
@@ -270,17 +270,6 @@ def _named(name: str, folder: Path, url: str | None) -> tuple[dict[str, np.ndarr
         raise ValueError(f"{path} is not {name}: {error}. Delete it to have it made again.") from error
     count = len(arrays["train"])
     return arrays, [f"{count:,} of the {known.images:,} training images"] if count != known.images else []
-
-
-def _save(path: Path, arrays: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.npz")
-    try:
-        np.savez(unfinished, **arrays)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _digits():

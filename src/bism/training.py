@@ -147,12 +147,11 @@ def fit(
             )
 
     prepare = prepare or _as_stored
-    first = jax.eval_shape(prepare, data[:batch_size], key)
+    first = prepare(data[:batch_size], key)
     if first.shape[0] != batch_size or not jnp.issubdtype(first.dtype, jnp.floating):
         raise TypeError(
             f"prepare must give {batch_size} examples of real numbers; it gives {first.dtype}{first.shape}."
         )
-    first = prepare(data[:batch_size], key)
     loop, loop_key = _begin(method, model, posterior, first, key, seeds, held_out is not None)
     # A module given as it is may share its arrays with the caller, or with the average; training donates its own.
     arrays, static = eqx.partition(loop, eqx.is_array)

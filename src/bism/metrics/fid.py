@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Num
 
-from .inception import Inception, as_bytes, features, save
+from ..data import save
+from .inception import Inception, as_bytes, features
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Num, UInt8
 
+from ..data import save
+
 WEIGHTS = "pt_inception-2015-12-05-6726825d.pth"
 URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{WEIGHTS}"
 HOW = f"\nFetch {URL} and run bism.metrics.inception.convert('{WEIGHTS}') once, where torch is installed."
@@ -164,17 +166,6 @@ def from_torch(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         scaled = {"weight": weight * scale.reshape(-1, 1, 1, 1), "beta": beta, "mean": mean * scale, "var": var}
         tensors |= {f"{name}.{part}": tensor for part, tensor in scaled.items()}
     return tensors
-
-
-def save(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.npz")
-    try:
-        np.savez(unfinished, **arrays)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def features(
