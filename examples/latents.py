@@ -25,7 +25,7 @@ def main(steps: int = 6_000, stem: str = "latents") -> dict[str, bism.Run]:
         )
         shown = data[:3000]
         means = np.asarray(jax.vmap(lambda v, q=run.posterior: q(v).mean)(jnp.asarray(shown)))
-        samples = bism.sample(run.model, jax.random.key(1), 3000, shape=(2,), h_shape=(2,))
+        samples = run.sample(jax.random.key(1), 3000)
         panels = {
             "data": shown,
             "samples": samples,

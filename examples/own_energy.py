@@ -25,7 +25,7 @@ def main(steps: int = 8_000, picture: str = "own_energy.png") -> bism.Run:
     posterior = bism.GaussianPosterior.mlp(2, 2, key=key)
     method = bism.BiSM(bism.DSM(sigma=0.1), response=bism.Unroll(2), ema=0.999)
     run = bism.fit(method, model, posterior, data=moons(20_000), steps=steps)
-    samples = bism.sample(run.model, key, 2000, shape=(2,), h_shape=(2,))
+    samples = run.sample(key, 2000)
     scatter({"data": moons(2000), "samples": samples}).savefig(picture, dpi=110)
     return run
 

@@ -20,6 +20,7 @@ def test_the_report_has_both_figures_and_the_table(reproduced):
     text = report.read_text()
     assert text.count("<img") == 2
     assert "exact ML" in text
+    assert "Not converged: over the last fifth" in text
     results = json.loads((folder / "results.json").read_text())
     assert set(results) == {"DSM", "exact ML"}
     assert results["DSM"]["worst"] <= results["DSM"]["mean"] <= results["DSM"]["best"] < CEILING

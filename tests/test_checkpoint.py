@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import bism
-from bism.checkpoint import Checkpoints, require_space
+from bism.checkpoint import Checkpoints, require_checkpoints
 
 STATE = {
     "many": [jnp.full(i + 1, i / 3) for i in range(12)],  # more than ten: "10" sorts before "2"
@@ -54,8 +54,10 @@ def spoil(folder, how):
     for path in files:
         if how == "truncated":
             os.truncate(path, path.stat().st_size // 2)
-        elif path.parent.name == "d" or path.name == "manifest.ocdbt":
+        elif how == "deleted" and (path.parent.name == "d" or path.name == "manifest.ocdbt"):
             path.unlink()
+    if how == "emptied":
+        shutil.rmtree(folder / "default")
 
 
 def test_round_trip(saved):
@@ -75,12 +77,14 @@ def test_round_trip(saved):
     assert saved.restore(STATE)[1]["count"] == 5
 
 
-@pytest.mark.parametrize("how", ["truncated", "deleted"])
+@pytest.mark.parametrize("how", ["truncated", "deleted", "emptied"])
 def test_unreadable(tmp_path, how):
     checkpoints = Checkpoints(tmp_path)
     for step in (20, 30):
         checkpoints.save(step, jnp.array(step))
+    checkpoints.close()
     spoil(tmp_path / "30", how)
+    checkpoints = Checkpoints(tmp_path)
     with pytest.warns(UserWarning, match="30 cannot be read and is passed over"):
         step, found = checkpoints.restore(jnp.array(0))
     assert step == found == 20
@@ -116,9 +120,9 @@ def test_another_model(saved, other, reason):
 def test_full_disk(tmp_path, monkeypatch):
     state = jnp.zeros((1000, 1000))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000_000))
-    require_space(tmp_path / "not" / "there" / "yet", state, 1)
+    require_checkpoints(tmp_path / "not" / "there" / "yet", state, 1)
     with pytest.raises(OSError, match=r"3 checkpoints need 24 MB and 20 MB are free"):
-        require_space(tmp_path / "not" / "there" / "yet", state, 2)
+        require_checkpoints(tmp_path / "not" / "there" / "yet", state, 2)
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     with pytest.raises(OSError, match="Free some space"):

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -47,6 +49,10 @@ def test_samples_come_in_the_units_of_the_data(trained):
     assert done.returncode == 0, done.stderr
     drawn = np.load(folder / "drawn.npy")
     assert drawn.shape == (500, 3)
+    done = bism("sample", "runs/table-bidsm", "--count", 500, "--steps", 100, "--out", "drawn.csv", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "drawn.csv").read_text().splitlines()[0] == "a,b,c"
+    np.testing.assert_allclose(np.loadtxt(folder / "drawn.csv", delimiter=",", skiprows=1), drawn, rtol=1e-6)
     assert (np.abs(drawn.mean(0) - table.mean(0)) < 0.5 * table.std(0)).all()
     assert (np.abs(np.log(drawn.std(0) / table.std(0))) < np.log(2)).all()
 
@@ -100,6 +106,10 @@ def test_an_existing_run_is_neither_lost_nor_mixed(trained):
         (("train", "moons", "--model", "visible"), "use ScoreMatching"),
         (("train", "moons", "--method", "dsm"), "use BiSM"),
         (("train", "moons", "--batch-size", "100000"), "there are 54000 examples"),
+        (("train", "moons", "--batch-size", "0"), "batch_size must be at least 1, got 0"),
+        (("train", "moons", "--learning-rate", "-0.1"), "learning_rate must be positive, got -0.1"),
+        (("train", "moons", "--resume"), "runs/moons-bidsm holds no run to go on with"),
+        (("sample", "nothing", "--out", "x.txt"), "write samples to a .npy, or of a table to a .csv"),
         (("evaluate", "nothing"), "nothing is not a run"),
         (("reproduce", "checkerboard", "--only", "GAN"), "unknown method 'GAN'"),
     ],
@@ -110,6 +120,21 @@ def test_mistakes_are_told_in_a_line_or_two(arguments, said, tmp_path):
     assert said in done.stderr
     assert len(done.stderr.splitlines()) <= 2
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_is_told_to_end_is_saved(tmp_path):
+    """By SIGTERM, as schedulers do."""
+    arguments = ["train", "moons", "--model", "grbm", "--steps", "1000000", "--out", "run"]
+    with subprocess.Popen([sys.executable, "-m", "bism", *arguments], cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
+        while not (metrics.exists() and metrics.read_text()) and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        told = process.stderr.read().decode()
+        assert process.wait(60) == 130, told
+    step = int(next((tmp_path / "run" / "checkpoints").iterdir()).name)
+    assert f"Interrupted; --resume, or resume=True, goes on from iteration {step}." in told
 
 
 def test_version_and_help(tmp_path):

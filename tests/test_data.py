@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import bism
-from bism.data import NAMED, as_data, checkerboard, load
+from bism.data import NAMED, as_data, checkerboard, column_names, load
+from bism.table import write_table
 
 GOOD = np.arange(6.0).reshape(3, 2)
 HOLED = np.array([[0.0, 1.0], [np.nan, np.inf], [2.0, np.nan]])
@@ -87,9 +88,15 @@ def files(tmp_path):
     np.savetxt(tmp_path / "x.csv", GOOD, delimiter=",")
     np.savetxt(tmp_path / "x.txt", GOOD)
     (tmp_path / "header.csv").write_text("height,weight\n0,1\n2,3\n4,5\n")
+    (tmp_path / "semicolon.csv").write_text("\ufeffheight;weight\r\n0;1\r\n2;3\r\n4;5\r\n")
+    (tmp_path / "tab.csv").write_text('# measured\n\n"height"\t"of, it"\n0\t1\n2\t"3"\n\n4\t5\n')
     (tmp_path / "gap.csv").write_text("0,1\n2,\n4,5\n")
-    (tmp_path / "word.csv").write_text("0,1\n2,tall\n4,5\n")
+    (tmp_path / "nan.csv").write_text("0,1\n2,nan\n4,5\n")
+    (tmp_path / "word.csv").write_text("height,size\n\n2,tall\n4,5\n")
+    (tmp_path / "comma.csv").write_text("0;1\n2;3,5\n")
     (tmp_path / "ragged.csv").write_text("0,1\n2\n")
+    (tmp_path / "names.csv").write_text("height,weight\n")
+    (tmp_path / "blank.csv").write_text("\n")
     (tmp_path / "column.csv").write_text("0\n2\n4\n")
     (tmp_path / "row.csv").write_text("0,2\n")
     (tmp_path / "cut.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-8])
@@ -104,7 +111,10 @@ def files(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["x.npy", "one.npz", "named.npz", "x.csv", "x.txt", "header.csv"])
+NAMED_CSV = ("semicolon.csv", "tab.csv")
+
+
+@pytest.mark.parametrize("name", ["x.npy", "one.npz", "named.npz", "x.csv", "x.txt", "header.csv", *NAMED_CSV])
 def test_files_read(files, name):
     np.testing.assert_array_equal(as_data(str(files / name)), GOOD)
     np.testing.assert_array_equal(load(str(files / name)), GOOD)
@@ -114,9 +124,13 @@ def test_files_read(files, name):
     ("name", "reason"),
     [
         ("two.npz", r"two.npz cannot be read as an array: it has several arrays \(a, b\)"),
-        ("gap.csv", "1 NaN or infinite values, first in row 1"),
-        ("word.csv", "1 NaN or infinite values, first in row 1"),
-        ("ragged.csv", "ragged.csv cannot be read as an array"),
+        ("nan.csv", "1 NaN or infinite values, first in row 1"),
+        ("gap.csv", "line 2, column 2 is empty; drop such rows or fill them in"),
+        ("word.csv", r"line 3, column 2 \(size\): 'tall' is not a number; leave such a column out"),
+        ("comma.csv", "line 2, column 2: '3,5' has a decimal comma; write a point"),
+        ("ragged.csv", "ragged.csv cannot be read as an array: line 2 has 1 values and the first line 2"),
+        ("names.csv", "it has no rows of numbers"),
+        ("blank.csv", "it is empty"),
         ("cut.npy", "cut.npy cannot be read as an array"),
         ("empty.npy", "empty.npy cannot be read as an array"),
         ("garbage.npz", "garbage.npz cannot be read as an array"),
@@ -132,6 +146,15 @@ def test_files_read(files, name):
 def test_files_refused(files, name, reason):
     with pytest.raises(ValueError, match=reason):
         as_data(files / name)
+
+
+def test_names_of_columns_are_kept(files):
+    assert column_names(str(files / "header.csv")) == ["height", "weight"]
+    assert column_names(str(files / "tab.csv")) == ["height", "of, it"]
+    assert column_names(str(files / "x.csv")) is column_names("moons") is None
+    write_table(files / "again.csv", GOOD, ["height", "of, it"])
+    assert column_names(str(files / "again.csv")) == ["height", "of, it"]
+    np.testing.assert_array_equal(load(str(files / "again.csv")), GOOD)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("column.csv", [[0.0], [2.0], [4.0]]), ("row.csv", [[0.0, 2.0]])])

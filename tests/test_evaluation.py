@@ -8,9 +8,10 @@ import pytest
 from golden_models import random_grbm
 
 from bism.ais import exact_samples
-from bism.evaluation import annealed, evaluate
+from bism.evaluation import CHAINS, Trained, annealed, evaluate
 from bism.likelihood import log_likelihood
-from bism.recipe import Recipe, Scale, restore, train
+from bism.recipe import Recipe, Scale, tell_of_constant_columns, train
+from bism.table import write_table
 
 KEY = jax.random.key(0)
 MODEL = random_grbm(8, 12)
@@ -45,7 +46,59 @@ def test_a_run_with_more_units_than_can_be_enumerated_has_its_likelihood(tmp_pat
     found = evaluate(tmp_path / "run")
     assert "log-likelihood" not in found
     assert "log-likelihood by reverse AIS" not in found
-    held_out = restore(tmp_path / "run")[3][1]
+    held_out = Trained.of(tmp_path / "run").split()[1]
     assert held_out is not None
     gaussian = -0.5 * (((held_out - 5) / [0.1, 1.0, 10.0]) ** 2).sum(1).mean() - 1.5 * np.log(2 * np.pi)
     assert found["log-likelihood by AIS"] == pytest.approx(gaussian, abs=1.0)  # Σ log of the deviations is 0
+
+
+def test_a_run_needs_its_table_only_for_what_is_measured_on_it(tmp_path, monkeypatch):
+    table, data = tmp_path / "table.csv", np.random.default_rng(0).normal(5.0, [0.1, 10.0], (200, 2))
+    write_table(table, data, ["mass", "size"])
+    train(Recipe(str(table), model="grbm", steps=20), tmp_path / "run", progress=False)
+    before = Trained.of(tmp_path / "run")
+    expected = before.draw(30, steps=50)
+    assert [len(x) for x in before.split() if x is not None] == [180, 20]
+
+    write_table(table, data[::-1], ["mass", "size"])
+    with pytest.raises(ValueError, match=r"has changed since .*run was trained on it: put it back"):
+        evaluate(tmp_path / "run")
+    with pytest.raises(ValueError, match="has changed since"):
+        train(Recipe(str(table), model="grbm", steps=40), tmp_path / "run", resume=True, progress=False)
+    table.unlink()
+    trained = Trained.of(tmp_path / "run")
+    np.testing.assert_array_equal(trained.draw(30, steps=50), expected)
+    assert trained.scale.names == ["mass", "size"]
+
+    monkeypatch.setattr("bism.evaluation.CHAINS", 20)  # in two parts
+    assert CHAINS > 30
+    drawn = trained.draw(30, steps=50)
+    assert (drawn[20:] != drawn[:10]).all()
+    assert (np.abs(drawn.mean(0) - data.mean(0)) < data.std(0)).all()
+
+
+def test_the_state_of_least_validation_loss_is_what_is_used(tmp_path):
+    """A learning rate at which the loss ends far above its least."""
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(60, 4)))
+    settings = {"model": "grbm", "h_dim": 16, "steps": 400, "learning_rate": 0.1, "sigma": 0.2, "batch_size": 50}
+    run = train(Recipe(str(tmp_path / "x.npy"), method="dsm", **settings), tmp_path / "dsm", progress=False)
+    steps, losses = run.curve("validation")
+    used = Trained.of(tmp_path / "dsm").run
+    assert used.step == steps[np.argmin(losses)] < 400
+    np.testing.assert_array_equal(used.model.W, run.best.model.W)
+    assert (used.model.W != run.model.W).any()
+    train(Recipe(str(tmp_path / "x.npy"), method="cd", **settings), tmp_path / "cd", progress=False)
+    assert Trained.of(tmp_path / "cd").run.step == 400
+
+
+def test_columns_that_say_nothing_are_told():
+    x = np.random.default_rng(0).normal(size=(10, 8))
+    x[:, [1, 4]] = 3.7
+    with pytest.warns(UserWarning, match=r"2 of 8 columns never change \(2, 5\): they are better left out"):
+        tell_of_constant_columns(x, None)
+    with pytest.warns(UserWarning, match=r"\(b, e\)"):
+        tell_of_constant_columns(x, list("abcdefgh"))
+    with pytest.raises(ValueError, match="all examples are the same"):
+        tell_of_constant_columns(x[:1], None)
+    scale = Scale.of(x.astype(np.float32), True)
+    np.testing.assert_array_equal(scale.scale[[1, 4]], 1)

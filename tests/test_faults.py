@@ -92,6 +92,33 @@ def test_posterior_of_another_size():
         fit(BILEVEL, Joint(jnp.sum), posterior)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"method": bism.DSM(0.3)}, r"the method comes first, as in bism.BiSM\(.*; this is of type DSM"),
+        ({"method": bism.BiSM}, "this is the class BiSM: make one of it"),
+        ({"model": Scaled}, "model must be a model, or a function of a key.*the class Scaled: make one"),
+        ({"model": 3}, "model must be .* of type int"),
+        ({"posterior": bism.GaussianPosterior}, "posterior must be a posterior, .* the class GaussianPosterior"),
+        ({"steps": 2e4}, "steps must be a whole number, got 20000.0"),
+        ({"batch_size": "16"}, "batch_size must be a whole number, got '16'"),
+        ({"seeds": True}, "seeds must be a whole number, got True"),
+        ({"key": 0.5}, "key must be a whole number or a jax.random.key, got 0.5"),
+        ({"callbacks": print}, "callbacks must be a list of functions"),
+        ({"evaluate": [print]}, "evaluate must be a dictionary of functions"),
+    ],
+)
+def test_one_thing_in_place_of_another(wrong, told):
+    with pytest.raises(TypeError, match=told):
+        fit(**wrong)
+
+
+def test_seeds_and_keys_of_every_kind_are_the_same_run():
+    kinds = (0, np.int64(0), jax.random.key(0), jax.random.PRNGKey(0))
+    first, *others = [bits(fit(key=key, steps=2, batch_size=4).state) for key in kinds]
+    assert all(other == first for other in others)
+
+
 def test_energy_not_finite(tmp_path):
     with pytest.raises(bism.Diverged, match=r"not finite at iteration 1\. The energy.* on the first batch: look there"):
         fit(model=Free(lambda v: jnp.sum(v**2) / 0), folder=tmp_path)

@@ -31,3 +31,9 @@ def test_parameters_keep_their_precision():
     updates, state = adam().update(params, adam().init(params))
     moments = [optax.tree.get(state, name) for name in ("mu", "nu")]
     assert [x.dtype for x in jax.tree.leaves([updates, *moments])] == 3 * [jnp.float32.dtype]
+
+
+@pytest.mark.parametrize("rate", [0.0, -1e-3, float("nan")])
+def test_a_rate_is_positive(rate):
+    with pytest.raises(ValueError, match="learning_rate must be positive"):
+        adam(rate)

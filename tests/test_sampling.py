@@ -19,6 +19,7 @@ from bism import (
     Ladder,
     Langevin,
     MLPFreeEnergy,
+    Sweep,
     chain,
     denoise,
     ladder_levels,
@@ -73,6 +74,7 @@ CASES = {
         Langevin(lambda x: GAUSS.energy(*x), 0.3, adjust=True), (jnp.ones(2), jnp.ones(3)), {"energy", "accepted"}
     ),
     "annealed": Case(AnnealedLangevin(half_square, jnp.array([3.0, 1.0])), jnp.ones(2), {"energy", "temperature"}),
+    "sweep": Case(Sweep(GRBM), (jnp.ones(2), jnp.ones(3)), {"energy", "accepted"}),
     "ladder": Case(Ladder(half_square, LEVELS), jnp.ones(2), {"energy", "level", "residual"}),
     "joint ladder": Case(
         JointLadder(GAUSS, LEVELS), (jnp.ones(2), jnp.ones(3)), {"energy", "level", "residual", "accepted"}
@@ -286,3 +288,43 @@ def test_chains_that_leave_the_finite_numbers_are_told():
 
     with pytest.raises(FloatingPointError, match="5 of 5 chains left the finite numbers: take a smaller step="):
         sample(Falling(), KEY, 5, shape=(2,), steps=400)
+
+
+class Bits(EBLVM):
+    """Not linear in h: E(v, h) = ½ e^{h₁h₂} ‖v − Mh‖² − cᵀh, with p(v|h) Gaussian and all sums over h at hand."""
+
+    M: jax.Array
+    c: jax.Array
+
+    def energy(self, v, h):
+        return 0.5 * jnp.exp(h[0] * h[1]) * jnp.sum((v - self.M @ h) ** 2) - self.c @ h
+
+    def moments(self):
+        h = states(3)
+        precision = jnp.exp(h[:, 0] * h[:, 1])
+        weight = jax.nn.softmax(h @ self.c - jnp.log(precision))  # in two dimensions of v
+        means = h @ self.M.T
+        mean = weight @ means
+        centred = means - mean[None]
+        return mean, (weight @ (1 / precision)) * jnp.eye(2) + (centred.T * weight[None]) @ centred, weight @ h
+
+
+BITS = Bits(jnp.array([[1.0, -0.5, 0.8], [0.0, 1.5, -1.0]]), jnp.array([0.3, -0.4, 0.8]))
+
+
+def test_bits_and_v_in_turn_have_the_enumerated_moments():
+    mean, covariance, mean_h = BITS.moments()
+    start = jnp.zeros((8000, 2)), jnp.zeros((8000, 3))
+    states, info = chain(Sweep(BITS, step=0.9), KEY, start, 60)
+    v, h = states.position
+    check_moments(v, mean, covariance)
+    check_mean(h, mean_h)
+    assert set(np.unique(h)) == {0.0, 1.0}
+    assert 0.5 < info["accepted"].mean() < 1
+
+
+def test_sample_of_bits_is_told_that_they_are():
+    mean, covariance, _ = BITS.moments()
+    check_moments(sample(BITS, KEY, 4000, shape=(2,), h_shape=(3,), binary=True, steps=80, step=0.7), mean, covariance)
+    with pytest.raises(ValueError, match="count must be at least 1 and steps at least 2, got 0 and 1000"):
+        sample(GRBM, KEY, 0)

@@ -97,6 +97,20 @@ def test_seeds(plain):
     assert bits(alone.state) != bits(plain.state)
 
 
+@pytest.mark.parametrize("stacked", [0, 10**9])
+def test_seeds_one_by_one_or_at_once_are_each_the_run_of_its_own(monkeypatch, stacked):
+    monkeypatch.setattr(bism.training, "STACKED", stacked)
+    settings: dict[str, Any] = {"validation": DATA[:4], "evaluate_every": 4}
+    evaluate = {"mean": lambda model, posterior: model.b.mean()}
+    both = fit(seeds=2, evaluate=evaluate, **settings)
+    for seed, key in enumerate(jax.random.split(KEY, 2)):
+        alone = fit(key=key, evaluate=evaluate, **settings)
+        for x, y in zip(jax.tree.leaves(both[seed].state.model), jax.tree.leaves(alone.state.model), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-10)
+        for name in ("loss", "validation", "mean"):
+            np.testing.assert_allclose(both[seed].curve(name)[1], alone.curve(name)[1], rtol=1e-10)
+
+
 class Clock(bism.Method):
     """Its memory is how often each example was seen, and the number of steps, from a start that the key decides."""
 

@@ -37,6 +37,7 @@ from .sampling import (
     Kernel as Kernel,
     Ladder as Ladder,
     Langevin as Langevin,
+    Sweep as Sweep,
     chain as chain,
     denoise as denoise,
     ladder_levels as ladder_levels,

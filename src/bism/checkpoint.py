@@ -43,7 +43,9 @@ class Checkpoints:
         """The newest state that can be read (or that of `step`), in the structure of `like`."""
         for candidate in [step] if step is not None else reversed(self.steps):
             try:
-                found = self._manager.restore(candidate, args=self._ocp.args.StandardRestore())["leaves"]
+                # Not by the manager, which learns from the newest, if broken, to read none of the others.
+                with self._ocp.StandardCheckpointer() as reader:
+                    found = reader.restore(self.folder / str(candidate) / "default")["leaves"]
             except Exception as error:  # Orbax raises many kinds; whichever it was, an older checkpoint may be whole.
                 warnings.warn(f"{self.folder}/{candidate} cannot be read and is passed over: {error}", stacklevel=2)
                 continue
@@ -88,15 +90,19 @@ def holds_run(folder: Path) -> bool:
     return bool(_kept(folder))
 
 
-def require_space(folder: Path, state: PyTree, keep: int) -> None:
+def require_checkpoints(folder: Path, state: PyTree, keep: int) -> None:
     """Refuse to start a run whose checkpoints do not fit on the disk: those kept, and one more while it is written."""
     copies = max(keep + 1 - len(_kept(folder)), 1)
     size = sum(x.nbytes for x in jax.tree.leaves(_data(state))) * copies
+    require_space(folder, size, f"{copies} checkpoints", " or keep fewer checkpoints")
+
+
+def require_space(folder: Path, size: int, what: str, remedy: str = "") -> None:
     free = shutil.disk_usage(_existing(Path(folder).absolute())).free
     if size > free:
         raise OSError(
-            f"{folder}: {copies} checkpoints need {size / 1e6:.0f} MB and {free / 1e6:.0f} MB are free. "
-            "Free some space, choose another folder or keep fewer checkpoints."
+            f"{folder}: {what} need {size / 1e6:.0f} MB and {free / 1e6:.0f} MB are free. "
+            f"Free some space, choose another folder{remedy}."
         )
 
 

@@ -1,5 +1,6 @@
 """What must hold before a run starts: asked of shapes alone, so that a mistake costs no training time."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -7,9 +8,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PRNGKeyArray
 
 from .energy import EBLVM, EBM
+from .method import Method
 from .posterior import Posterior
+
+
+def check_arguments(method: Any, model: Any, posterior: Any, callbacks: Any, evaluate: Any, **counts: Any) -> None:
+    """Refuse what `fit` was given in place of something else, before the library that stumbles on it does."""
+    if not isinstance(method, Method):
+        raise TypeError(f"fit: the method comes first, as in bism.BiSM(bism.DSM(sigma=0.3)); this is {_named(method)}.")
+    wanted = {"model": (model, (EBM, EBLVM)), "posterior": (posterior, Posterior)}
+    for name, (given, kinds) in wanted.items():
+        if given is None and name == "posterior":
+            continue
+        if isinstance(given, type) or not (isinstance(given, kinds) or callable(given)):
+            raise TypeError(
+                f"fit: {name} must be a {name}, or a function of a key that makes one; this is {_named(given)}."
+            )
+    if not isinstance(callbacks, Sequence) or not all(callable(each) for each in callbacks):
+        raise TypeError("fit: callbacks must be a list of functions of the run.")
+    if evaluate is not None and not (isinstance(evaluate, Mapping) and all(callable(f) for f in evaluate.values())):
+        raise TypeError("fit: evaluate must be a dictionary of functions (model, posterior) -> number by their names.")
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"fit: {name} must be a whole number, got {value!r}.")
+        if value < 1:
+            raise ValueError(f"fit: {name} must be at least 1, got {value}.")
+
+
+def as_key(key: Any) -> PRNGKeyArray:
+    """A seed, or a key of either kind that jax.random makes."""
+    if isinstance(key, (int, np.integer)):
+        return jax.random.key(key)
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
+        return key
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1:
+        return jax.random.wrap_key_data(key)
+    raise TypeError(f"fit: key must be a whole number or a jax.random.key, got {key!r}.")
+
+
+def _named(x):
+    return f"the class {x.__name__}: make one of it" if isinstance(x, type) else f"of type {type(x).__name__}"
 
 
 def check_latent_model(method: str, model: Any, posterior: Any, v: jax.Array) -> None:

@@ -1,6 +1,7 @@
 """The command line: parse, call, print."""
 
 import inspect
+import signal
 import sys
 import warnings
 from dataclasses import fields
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .checkpoint import holds_run, require_space
 from .image_recipe import ImageRecipe, are_images
 from .images import load_images
 from .recipe import Recipe, read_config
@@ -61,17 +63,26 @@ def train(data: str, out: Path | None, resume: bool, **settings) -> None:
 
         loaded = load_images(data, side=given.get("side"))
         recipe = ImageRecipe.of(data, loaded, **given)
-        folder = out or Path("runs") / f"{Path(data).stem}-{recipe.method}"
+        folder = folder_of(recipe, out, resume)
         callbacks = (grids(recipe, loaded, folder),)
         run = train_images(recipe, folder, images=loaded, resume=resume, callbacks=callbacks)
     else:
         from .recipe import train as train_table
 
         recipe = Recipe(data, **given)
-        folder = out or Path("runs") / f"{Path(data).stem}-{recipe.method}"
+        folder = folder_of(recipe, out, resume)
         run = train_table(recipe, folder, resume=resume)
     print(f"{run.step} iterations in {run.seconds:.0f} s; the run is {folder}")
     report(folder)
+
+
+def folder_of(recipe: Recipe | ImageRecipe, out: Path | None, resume: bool) -> Path:
+    folder = out or Path("runs") / f"{Path(recipe.data).stem}-{recipe.method}"
+    if resume and not holds_run(folder):
+        if not (folder / "config.json").exists():
+            raise FileNotFoundError(f"{folder} holds no run to go on with: leave out --resume, or name it by --out.")
+        warnings.warn(f"{folder} holds no checkpoint yet: its run begins anew.", stacklevel=2)
+    return folder
 
 
 NAMES = {Recipe: "tables of numbers", ImageRecipe: "images"}
@@ -129,12 +140,14 @@ def sample(
     seed: Annotated[int, option("Of the chains.")] = 0,
     sampler: Annotated[str, option("Of images: ladder, or langevin, the paper's annealing.")] = "ladder",
     joint: Annotated[bool, option("Of images: v and h together, not at the h of training images.")] = False,
-    out: Annotated[Path | None, option("Where to; RUN/samples.npy if not given.")] = None,
+    out: Annotated[Path | None, option("A .npy, or of a table a .csv; RUN/samples.npy if not given.")] = None,
 ) -> None:
     """Draw samples from a trained model: of a table in the data's own units, of images as bytes, and as a picture."""
     import numpy as np
 
-    path = (out or run / "samples").with_suffix(".npy")
+    path = out or run / "samples.npy"
+    if path.suffix not in (".npy", ".csv") or (path.suffix == ".csv" and of_images(run)):
+        raise ValueError(f"--out {path}: write samples to a .npy, or of a table to a .csv.")
     if count < 1 or (steps is not None and steps < 2):
         raise ValueError("sample: count must be at least 1 and steps at least 2.")
     if not of_images(run) and (joint or sampler != "ladder"):
@@ -144,13 +157,20 @@ def sample(
         from .report.images import save_samples
 
         trained = Trained.of(run)
+        require_space(path.parent, count * trained.images.train[0].size, f"{count} samples")
         found = trained.samples(count, seed, joint=joint, sampler=sampler, steps=steps)
         print(f"{count} samples in {path}, the first as a picture in {save_samples(trained, found, path)}")
         return
-    from .recipe import draw, restore
+    from .evaluation import Trained
+    from .table import write_table
 
-    recipe, trained, scale, _ = restore(run)
-    np.save(path, draw(recipe, trained, scale, count, seed, steps or 2000))
+    trained = Trained.of(run)
+    require_space(path.parent, 16 * count * trained.scale.shift.size, f"{count} samples")
+    found = trained.draw(count, seed, steps or 2000, progress=True)
+    if path.suffix == ".csv":
+        write_table(path, found, trained.scale.names)
+    else:
+        np.save(path, found)
     print(f"{count} samples in {path}")
 
 
@@ -275,20 +295,22 @@ def diagnose(
     from .evaluation import diagnose_run
 
     found = diagnose_run(run)
-    print(f"{'response':20s} {'K':>3s} {'bias':>9s} {'ms':>8s}")
-    for c in found.candidates:
-        print(f"{c.name:20s} {c.lower_steps:3d} {c.bias:9.2%} {c.milliseconds:8.2f}")
-    print("distance of q from the best q: " + ", ".join(f"{d:.3g} at K={k}" for k, d in found.distance.items()))
-    for name, rate in {"plain": found.plain, "conditioned": found.conditioned}.items():
-        kappa, r_squared = rate.fit
-        print(f"{name} gradient steps (Theorem 2): bias falls as {kappa:.4f}^N, R² {r_squared:.4f}")
-    print(f"undamped conjugate gradients at the best q: bias {found.floor:.1e}, the floor of this measurement")
+    if found.has_reference:
+        print(f"{'response':20s} {'K':>3s} {'bias':>9s} {'ms':>8s}")
+        for c in found.candidates:
+            print(f"{c.name:20s} {c.lower_steps:3d} {c.bias:9.2%} {c.milliseconds:8.2f}")
+        print("distance of q from the best q: " + ", ".join(f"{d:.3g} at K={k}" for k, d in found.distance.items()))
+        for name, rate in {"plain": found.plain, "conditioned": found.conditioned}.items():
+            kappa, r_squared = rate.fit
+            print(f"{name} gradient steps (Theorem 2): bias falls as {kappa:.4f}^N, R² {r_squared:.4f}")
+        print(f"undamped conjugate gradients at the best q: bias {found.floor:.1e}, the floor of this measurement")
     for level, value in found.fisher.items():
         print(f"Fisher divergence of q from the posterior, noise {level:.2f}: {value:.4g}")
     print(found.verdict(tolerance))
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends: save, as when interrupted
     warnings.showwarning = lambda message, *_: print(f"bism: {message}", file=sys.stderr)
     try:
         app()

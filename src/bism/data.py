@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num
 
+from .table import read_header, read_table
+
+TEXT = (".csv", ".txt")
 FREY_SHA256 = "2438ba4f0d2a6bd8bac43de756141eaa33c8d248dd613d464bdb1210d9b7af78"  # of the pixels
 
 
@@ -49,7 +52,7 @@ def load_file(path: Path) -> np.ndarray:
         raise FileNotFoundError(
             f"{path}: no such file. Name a .npy, .npz or .csv, or one of: {', '.join(sorted(NAMED))}."
         )
-    readers = {".npy": _read_npy, ".npz": _read_npz, ".csv": _read_text, ".txt": _read_text}
+    readers = {".npy": _read_npy, ".npz": _read_npz} | dict.fromkeys(TEXT, read_table)
     if path.suffix not in readers:
         raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; use .npy, .npz or .csv.")
     try:
@@ -84,9 +87,10 @@ def _read_npz(path):
         return arrays[names[0]]
 
 
-def _read_text(path):
-    rows = np.genfromtxt(path, delimiter="," if path.suffix == ".csv" else None, dtype=np.float32, ndmin=2)
-    return rows[1:] if len(rows) > 1 and np.isnan(rows[0]).all() else rows  # without the line of names
+def column_names(source: str) -> list[str] | None:
+    """Of a table in text that has a line of them."""
+    path = Path(source)
+    return read_header(path).names if path.suffix in TEXT else None
 
 
 def checkerboard(count: int, seed: int = 0) -> np.ndarray:

@@ -66,9 +66,13 @@ class Diagnosis:
         rows = [c for c in self.candidates if c.lower_steps == lower_steps and c.unroll is not None]
         return np.array([c.unroll for c in rows]), np.array([c.bias for c in rows])
 
+    @property
+    def has_reference(self) -> bool:
+        return self.residual < 1e-2
+
     def verdict(self, tolerance: float = 0.1) -> str:
         """Which of the candidates is the cheapest whose gradient is within the tolerance, in one or two sentences."""
-        if not self.residual < 1e-2:
+        if not self.has_reference:
             return "The lower problem did not converge, so that there is no reference: train the posterior further."
         enough = [c for c in self.candidates if c.bias <= tolerance]
         best = min(self.candidates, key=lambda c: c.bias)

@@ -1,8 +1,9 @@
-"""What can be measured of a trained run, whatever its model."""
+"""What can be drawn from and measured of a run of `bism train` on a table, whatever its model."""
 
+import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,20 +12,72 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from .ais import ais, exact_samples, reverse_ais
+from .baselines import ContrastiveDivergence
 from .bilevel import BiSM
 from .diagnosis import Diagnosis, diagnose
 from .divergence import KL, Fisher
 from .energy import EBLVM, EBM, fisher
 from .likelihood import ENUMERABLE, Grid, free_energy_of, log_partition
 from .models import GaussianRBM
-from .recipe import Scale, restore
+from .progress import Progress
+from .recipe import Recipe, Scale, digest, read_config, recipe_of, refuse_other_data
 from .response import ConjugateGradient, NaturalGradient
-from .training import Run
+from .training import Run, load
+
+CHAINS = 10_000  # at once
+
+
+class Trained(NamedTuple):
+    """A run of a recipe, brought back: the data are needed only for what is measured on them."""
+
+    folder: Path
+    recipe: Recipe
+    run: Run  # as it was when its validation loss was least
+    scale: Scale
+
+    @classmethod
+    def of(cls, folder: Path) -> "Trained":
+        recipe, scale = recipe_of(folder), Scale.kept(read_config(folder)["table"])
+        run = load(folder, *recipe.build(scale.shift.size))
+        # The losses of contrastive divergence are of its own chains, and say nothing of the model.
+        return cls(folder, recipe, run if isinstance(run.method, ContrastiveDivergence) else run.at_best(), scale)
+
+    def split(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """The two parts of the data, in their own units, if they are still what the run was trained on."""
+        parts = self.recipe.split()
+        refuse_other_data(self.folder, self.recipe, digest(parts[0]))
+        return parts
+
+    def draw(self, count: int, seed: int = 0, steps: int = 2000, progress: bool = False) -> np.ndarray:
+        """Samples in the data's own units, so many chains at once as memory is sure to have."""
+        found = np.empty((count, self.scale.shift.size), np.float32)
+        bar = Progress(count, "sampling" if progress else False, rate=lambda rate: f"{rate:,.0f} samples/s")
+        begun, key = time.perf_counter(), jax.random.key(seed)
+        try:
+            for at in range(0, count, CHAINS):
+                try:
+                    v = self.run.sample(jax.random.fold_in(key, at), min(count, CHAINS), steps=steps)
+                except FloatingPointError as error:
+                    raise FloatingPointError(
+                        f"{str(error).partition(':')[0]}: the model is not normalisable."
+                    ) from error
+                found[at : at + CHAINS] = self.scale.undo(np.asarray(v))[: count - at]
+                done = min(at + CHAINS, count)
+                bar.update(done, done / (time.perf_counter() - begun), {})
+        finally:
+            bar.close()
+        return found
+
+    def latents(self, v: np.ndarray) -> np.ndarray:
+        """Posterior means."""
+        return np.asarray(jax.vmap(lambda v: self.run.posterior(v).mean)(jnp.asarray(self.scale.apply(v))))
 
 
 def evaluate(folder: Path) -> dict[str, float]:
     """Named figures of a run on its held-out data (on the training data if none were held out)."""
-    recipe, run, scale, (train_set, held_out) = restore(folder)
+    trained = Trained.of(folder)
+    recipe, run, scale = trained.recipe, trained.run, trained.scale
+    train_set, held_out = trained.split()
     v = jnp.asarray(scale.apply(train_set[:2048] if held_out is None else held_out[:2048]))
     key = jax.random.key(recipe.seed)
     model, posterior = run.model, run.posterior
@@ -45,10 +98,11 @@ def evaluate(folder: Path) -> dict[str, float]:
 
 def diagnose_run(folder: Path) -> Diagnosis:
     """The gradient bias of a bi-level run, on one batch of its training data."""
-    recipe, run, scale, (train_set, _) = restore(folder)
+    trained = Trained.of(folder)
+    recipe, run = trained.recipe, trained.run
     if not isinstance(run.method, BiSM):
         raise ValueError(f"{folder} was trained by {recipe.method}, which has no lower level to diagnose.")
-    batch = jnp.asarray(scale.apply(train_set[: recipe.batch_size]))
+    batch = jnp.asarray(trained.scale.apply(trained.split()[0][: recipe.batch_size]))
     exact = isinstance(run.method.divergence, KL)
     implicit = (NaturalGradient(), ConjugateGradient()) if exact else (ConjugateGradient(),)
     return diagnose(run.method, run.state, batch, jax.random.key(recipe.seed), implicit=implicit)

@@ -93,8 +93,11 @@ class ImageRecipe:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(known)}.")
-        if not self.learning_rate > 0 or self.steps < 1:
-            raise ValueError("learning_rate must be positive and steps at least 1.")
+        for name in ("h_dim", "width", "blocks", "batch_size", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if not self.learning_rate > 0 or self.unroll < 0:
+            raise ValueError("learning_rate must be positive and unroll not negative.")
 
     @property
     def bilevel(self) -> bool:

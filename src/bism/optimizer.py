@@ -19,6 +19,8 @@ def adam(learning_rate: optax.ScalarOrSchedule = 1e-3, b1=0.9, b2=0.95, eps=1e-8
     """optax.adam with the paper's β₂ and a slope that stays finite at a zero gradient, so that it can be unrolled."""
     # optax raises β to the power t in each step, in an operation of its own: a fifth of an iteration's launches in a
     # Gaussian RBM. A running product is fused with what uses it.
+    if isinstance(learning_rate, (int, float)) and not learning_rate > 0:
+        raise ValueError(f"adam: learning_rate must be positive, got {learning_rate}.")
     tiny = 1e-20  # under the root, optax's eps_root
 
     def init(params):

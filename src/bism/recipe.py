@@ -1,19 +1,19 @@
 """A whole training described by names and numbers: what `bism train` takes, and reads back from a run's folder."""
 
+import hashlib
 import json
+import warnings
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .baselines import NCE, VNCE, ContrastiveDivergence, MaximumLikelihood, ScoreMatching
 from .bilevel import BiSM
 from .checkpoint import holds_run
-from .data import as_data, load
+from .data import as_data, column_names, load
 from .divergence import KL, Fisher
 from .method import Method
 from .models import GaussianRBM, MLPEnergy, MLPFreeEnergy
@@ -21,8 +21,7 @@ from .objective import DSM, MDSM, SM, SSM
 from .optimizer import adam
 from .posterior import BernoulliPosterior, GaussianPosterior
 from .response import ConjugateGradient, FirstOrder, Unroll
-from .sampling import sample
-from .training import Run, fit, load as load_run
+from .training import Run, fit
 
 MODELS = ("mlp", "grbm", "visible")
 OBJECTIVES = ("sm", "ssm", "dsm", "mdsm")
@@ -64,6 +63,14 @@ class Recipe:
         for name, choices in {"model": MODELS, "method": METHODS, "divergence": ("kl", "fisher")}.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose from {', '.join(choices)}.")
+        for name in ("h_dim", "width", "depth", "chain_steps", "batch_size", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("sigma", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        if (self.unroll or 0) < 0:
+            raise ValueError(f"unroll must not be negative, got {self.unroll}; 0 is for none.")
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out is the fraction of the data kept for validation, 0 to 1; got {self.held_out}.")
 
@@ -114,19 +121,26 @@ class Recipe:
         return x[held:], x[:held] if held else None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Scale:
-    """The shift and scale of each column that training saw as 0 and 1."""
+    """The shift and scale of each column that training saw as 0 and 1, and the columns' names where there are any."""
 
     shift: np.ndarray
     scale: np.ndarray
+    names: list[str] | None = None
 
     @classmethod
-    def of(cls, x: np.ndarray, standardise: bool) -> "Scale":
+    def of(cls, x: np.ndarray, standardise: bool, names: list[str] | None = None) -> "Scale":
         if not standardise:
-            return cls(np.zeros(x.shape[1], x.dtype), np.ones(x.shape[1], x.dtype))
-        spread = x.std(0)
-        return cls(x.mean(0), np.where(spread > 0, spread, 1))
+            return cls(np.zeros(x.shape[1], x.dtype), np.ones(x.shape[1], x.dtype), names)
+        shift, spread = x.mean(0), x.std(0)
+        # a mean of equal values differs from them by rounding
+        constant = spread <= 1e-6 * np.abs(shift)
+        return cls(shift, np.where(constant, 1, spread).astype(x.dtype), names)
+
+    @classmethod
+    def kept(cls, facts: dict[str, Any]) -> "Scale":
+        return cls(np.array(facts["shift"], np.float32), np.array(facts["scale"], np.float32), facts["names"])
 
     def apply(self, x):
         return (x - self.shift) / self.scale
@@ -136,14 +150,19 @@ class Scale:
 
 
 def train(recipe: Recipe, folder: Path, *, resume: bool = False, progress: bool = True) -> Run:
-    """Train by a recipe, into a folder from which `restore` brings it back."""
+    """Train by a recipe, into a folder from which `Trained.of` brings it back."""
     train_set, held_out = recipe.split()
-    scale = Scale.of(train_set, recipe.standardise)
+    names = column_names(recipe.data)
+    scale = Scale.of(train_set, recipe.standardise, names)
+    tell_of_constant_columns(train_set, names)
     method, model, posterior = recipe.build(train_set.shape[1])
+    facts = {name: None if x is None else np.asarray(x).tolist() for name, x in vars(scale).items()}
+    facts["data"] = digest(train_set)
     if resume and holds_run(folder):
         changed = changes(recipe_of(folder), recipe)
         if changed not in ([], ["steps"]):
             raise ValueError(f"{folder} was trained with other settings: {', '.join(changed)}. Give the same ones.")
+        refuse_other_data(folder, recipe, facts["data"])
     return fit(
         method,
         model,
@@ -155,9 +174,28 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, progress: bool 
         key=recipe.seed,
         folder=folder,
         resume=resume,
-        config=asdict(recipe),
+        config=asdict(recipe) | {"table": facts},
         progress=progress,
     )
+
+
+def tell_of_constant_columns(x: np.ndarray, names: list[str] | None) -> None:
+    constant = np.flatnonzero((x == x[0]).all(0))
+    if len(constant) == x.shape[1]:
+        raise ValueError("all examples are the same: there is nothing to learn.")
+    if len(constant):
+        which = ", ".join(names[i] if names else str(i + 1) for i in constant[:5])
+        told = f"{len(constant)} of {x.shape[1]} columns never change ({which}{', …' if len(constant) > 5 else ''})"
+        warnings.warn(f"{told}: they are better left out.", stacklevel=3)
+
+
+def digest(x: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
+
+
+def refuse_other_data(folder, recipe, found):
+    if found != read_config(folder)["table"]["data"]:
+        raise ValueError(f"{recipe.data} has changed since {folder} was trained on it: put it back, or train anew.")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -174,35 +212,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def recipe_of(folder: Path) -> Recipe:
-    return Recipe(**read_config(folder))
+    config = read_config(folder)
+    return Recipe(**{f.name: config[f.name] for f in fields(Recipe)})
 
 
 def changes(found: Any, wanted: Any) -> list[str]:
     """The names of the fields in which two recipes differ."""
     return [f.name for f in fields(wanted) if getattr(found, f.name, None) != getattr(wanted, f.name)]
-
-
-def restore(folder: Path) -> tuple[Recipe, Run, Scale, tuple[np.ndarray, np.ndarray | None]]:
-    """The recipe, the trained run, the scale and the two parts of the data, in their own units."""
-    recipe = recipe_of(folder)
-    parts = recipe.split()
-    method, model, posterior = recipe.build(parts[0].shape[1])
-    return recipe, load_run(folder, method, model, posterior), Scale.of(parts[0], recipe.standardise), parts
-
-
-def draw(recipe: Recipe, run: Run, scale: Scale, count: int, seed: int = 0, steps: int = 2000) -> np.ndarray:
-    """Samples in the data's own units."""
-    size = scale.shift.size
-    v = sample(run.model, jax.random.key(seed), count, shape=(size,), h_shape=(recipe.h_dim,), steps=steps)
-    v = np.asarray(v)
-    lost = ~np.isfinite(v).all(1)
-    if lost.any():
-        raise FloatingPointError(
-            f"{lost.sum()} of {count} chains left the finite numbers: the model is not normalisable."
-        )
-    return scale.undo(v)
-
-
-def latents(run: Run, v: np.ndarray) -> np.ndarray:
-    """Posterior means."""
-    return np.asarray(jax.vmap(lambda v: run.posterior(v).mean)(jnp.asarray(v)))

@@ -48,7 +48,7 @@ class Langevin(Kernel):
 
     energy: Energy
     step: float | Array = 0.02
-    temperature: float = 1.0
+    temperature: float | Array = 1.0
     adjust: bool = eqx.field(static=True, default=False)
 
     def init(self, position):
@@ -93,6 +93,37 @@ class AnnealedLangevin(Kernel):
         noise = normal_like(key, state.position)
         position = langevin_move(state.position, gradient, noise, self.step, temperature)
         return Annealed(position, state.index + 1), {"energy": energy, "temperature": temperature}
+
+
+class Sweep(Kernel):
+    """(v, h) with bits for h: v by an adjusted Langevin step at h, then each bit from its conditional, one by one.
+
+    Along a schedule of temperatures, of which the last stays: with the default of 1 throughout it is exact.
+    """
+
+    model: EBLVM
+    temperatures: Float[Array, " steps"] = eqx.field(default_factory=lambda: jnp.ones(1))
+    step: float = 0.1
+
+    def init(self, position):
+        return Annealed(position, jnp.zeros((), jnp.int32))
+
+    def __call__(self, key, state):
+        v_key, h_key = jax.random.split(key)
+        temperature = self.temperatures[jnp.minimum(state.index, len(self.temperatures) - 1)]
+        v, h = state.position
+        langevin = Langevin(lambda v: self.model.energy(v, h), self.step, temperature, adjust=True)
+        v, info = langevin(v_key, v)
+        energy = self.model.given(v)
+
+        def draw(h, at):
+            index, threshold = at
+            off, on = (h.at[index].set(bit) for bit in (0.0, 1.0))
+            flat = lambda h: energy(h.reshape(state.position[1].shape))
+            return jnp.where(threshold < (flat(off) - flat(on)) / temperature, on, off), None
+
+        h, _ = jax.lax.scan(draw, h.ravel(), (jnp.arange(h.size), jax.random.logistic(h_key, (h.size,), h.dtype)))
+        return Annealed((v, h.reshape(state.position[1].shape)), state.index + 1), info
 
 
 class Ladder(Kernel):
@@ -247,35 +278,45 @@ def sample(
     *,
     shape: tuple[int, ...] | None = None,
     h_shape: tuple[int, ...] | None = None,
+    binary: bool = False,
     steps: int = 1000,
     step: float = 0.1,
 ) -> Float[Array, "count ..."]:
     """`count` samples of v: block Gibbs for a Gaussian RBM, else adjusted Langevin on F(v) or jointly on E(v, h).
 
-    Other than for a Gaussian RBM, say the `shape` of one v, and for a latent-variable model the `h_shape` of one h.
-    The chains start at N(0, 1) and cool from temperature 10 to 1 over their first half. They move h as a real vector: a
-    binary h other than a Gaussian RBM's needs a kernel of its own.
+    Other than for a Gaussian RBM, say the `shape` of one v, and for a latent-variable model the `h_shape` of one h, and
+    whether h is `binary`: its bits are then drawn in turn. A run knows all that: `run.sample(key, count)`.
+    The chains start at N(0, 1) and cool from temperature 10 to 1 over their first half.
     """
+    if count < 1 or steps < 2:
+        raise ValueError(f"sample: count must be at least 1 and steps at least 2, got {count} and {steps}.")
     if isinstance(model, GaussianRBM):
         start_key, key = jax.random.split(key)
         start = jax.random.uniform(start_key, (count, model.b.size))
-        return chain(Gibbs(model), key, start, steps)[0]
+        return _finite(chain(Gibbs(model), key, start, steps)[0])
     v_key, h_key, hot_key, key = jax.random.split(key, 4)
     if shape is None or (h_shape is None and not isinstance(model, EBM)):
         need = "shape= of one v" if isinstance(model, EBM) else "shape= of one v and h_shape= of one h"
         raise ValueError(f"sample: {type(model).__name__} does not say its size; give {need}.")
-    start: Any = jax.random.normal(v_key, (count, *shape))
+    v = jax.random.normal(v_key, (count, *shape))
+    temperatures = 10.0 ** jnp.linspace(1.0, 0.0, steps // 2)
+
+    def cooled(energy: Energy, start: Any) -> Any:
+        warm, _ = chain(AnnealedLangevin(energy, temperatures, step), hot_key, start, steps // 2)
+        return chain(Langevin(energy, step, adjust=True), key, warm.position, steps - steps // 2)[0]
+
     if isinstance(model, EBM):
-        energy: Energy = model.free_energy
-    else:
-        start = (start, jax.random.normal(h_key, (count, *(h_shape or ()))))
-        energy = lambda x: model.energy(*x)
-    cooling = AnnealedLangevin(energy, 10.0 ** jnp.linspace(1.0, 0.0, max(steps // 2, 1)), step)
-    warm, _ = chain(cooling, hot_key, start, steps // 2)
-    states, _ = chain(Langevin(energy, step, adjust=True), key, warm.position, steps - steps // 2)
-    v = states if isinstance(model, EBM) else states[0]
-    if not isinstance(v, Tracer) and (lost := int((~jnp.isfinite(v)).reshape(count, -1).any(1).sum())):
+        return _finite(cooled(model.free_energy, v))
+    h_shape = (count, *(h_shape or ()))
+    if binary:
+        h = jax.random.bernoulli(h_key, shape=h_shape).astype(v.dtype)
+        return _finite(chain(Sweep(model, temperatures, step), key, (v, h), steps)[0].position[0])
+    return _finite(cooled(lambda x: model.energy(*x), (v, jax.random.normal(h_key, h_shape)))[0])
+
+
+def _finite(v):
+    if not isinstance(v, Tracer) and (lost := int((~jnp.isfinite(v)).reshape(len(v), -1).any(1).sum())):
         raise FloatingPointError(
-            f"{lost} of {count} chains left the finite numbers: take a smaller step=, or let the energy grow with v."
+            f"{lost} of {len(v)} chains left the finite numbers: take a smaller step=, or let the energy grow with v."
         )
     return v

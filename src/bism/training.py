@@ -5,7 +5,8 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .checkpoint import Checkpoints, holds_run, require_space
+from .checkpoint import Checkpoints, holds_run, require_checkpoints
+from .checks import as_key, check_arguments
 from .cost import memory_error
 from .data import as_data
 from .energy import EBLVM, EBM
 from .method import Method, State, parameters
 from .posterior import Posterior
 from .progress import Progress
+from .sampling import sample
 from .version import __version__
 
+STACKED = 1_000_000  # parameters times examples in a batch, up to which a CPU trains seeds at once
 Maker = Callable[[PRNGKeyArray], Any]
 Prepare = Callable[[Array, PRNGKeyArray], Float[Array, "batch ..."]]
 Evaluation = Callable[[Any, Any], Float[Array, ""]]
@@ -52,6 +56,7 @@ class Run:
     history: list[dict[str, Any]]
     seeds: int | None = None
     folder: Path | None = None
+    shape: tuple[int, ...] = ()  # of one v
     seconds: float = field(default=0.0, repr=False)
 
     @property
@@ -72,6 +77,13 @@ class Run:
         """The state of least validation loss; the last one if nothing was validated."""
         return self.loop.state if self.loop.best is None else self.loop.best
 
+    def at_best(self) -> "Run":
+        """The run as it was when its validation loss was least; as it is, if nothing was validated."""
+        if self.loop.best is None or self.seeds is not None:
+            return self
+        steps, losses = self.curve("validation")
+        return replace(self, loop=replace(self.loop, state=self.best), step=int(steps[np.argmin(losses)]))
+
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(iterations, values) of a metric or an evaluation."""
         rows = [row for row in self.history if name in row]
@@ -88,7 +100,17 @@ class Run:
         pick = lambda x: x[seed] if isinstance(x, list) else x
         history = [{name: pick(value) for name, value in row.items()} for row in self.history]
         loop = jax.tree.map(lambda x: x[seed] if eqx.is_array(x) else x, self.loop)
-        return Run(self.method, loop, self.step, history, None, self.folder, self.seconds)
+        return Run(self.method, loop, self.step, history, None, self.folder, self.shape, self.seconds)
+
+    def sample(self, key: PRNGKeyArray, count: int, **settings: Any) -> Float[Array, "count ..."]:
+        """`count` samples of `model`: `bism.sample`, told the sizes of v and h and whether h is bits."""
+        if self.seeds is not None:
+            raise TypeError("these are several runs: sample one of them, as in run[0].sample(key, count).")
+        latent: dict[str, Any] = {}
+        if self.posterior is not None:
+            h = eqx.filter_eval_shape(lambda v: self.posterior(v).mean, jnp.zeros(self.shape))
+            latent = {"h_shape": h.shape, "binary": self.posterior.discrete}
+        return sample(self.model, key, count, shape=self.shape, **latent, **settings)
 
 
 def fit(
@@ -130,14 +152,19 @@ def fit(
     The same key gives the same run to the last bit on the same CPU, in one go or resumed, whatever is logged; on a GPU
     it does with XLA_FLAGS=--xla_gpu_deterministic_ops=true.
     """
+    counts = {"steps": steps, "batch_size": batch_size, "keep": keep, "log_every": log_every, "seeds": seeds}
+    counts |= {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+    given = {name: count for name, count in counts.items() if count is not None}
+    check_arguments(method, model, posterior, callbacks, evaluate, **given)
+    key = as_key(key)
     data = as_data(data, "data", stored=prepare is not None)
     held_out = None if validation is None else as_data(validation, "validation", like=data, stored=prepare is not None)
     log_every = max(steps // 100, 1) if log_every is None else log_every
     evaluate_every = 10 * log_every if evaluate_every is None else evaluate_every
     checkpoint_every = 10 * log_every if checkpoint_every is None else checkpoint_every
     intervals = {"log_every": log_every, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
-    _check_counts(data, steps=steps, batch_size=batch_size, seeds=1 if seeds is None else seeds, keep=keep, **intervals)
-    key = jax.random.key(key) if isinstance(key, int) else key
+    if batch_size > len(data):
+        raise ValueError(f"fit: batch_size is {batch_size} and there are {len(data)} examples; make it smaller.")
 
     if folder is not None:
         folder = Path(folder)
@@ -156,7 +183,7 @@ def fit(
     # A module given as it is may share its arrays with the caller, or with the average; training donates its own.
     arrays, static = eqx.partition(loop, eqx.is_array)
     arrays = jax.tree.map(jnp.copy, arrays)
-    over_seeds = (lambda fn, axes: fn) if seeds is None else (lambda fn, axes: jax.vmap(fn, in_axes=axes))
+    over_seeds = (lambda fn, axes: fn) if seeds is None else partial(_side_by_side, arrays, batch_size)
     run_block = jax.jit(over_seeds(_block(method, static, prepare), (0, 0, 0, None, None)), donate_argnums=0)
     run_evaluations = jax.jit(over_seeds(_evaluations(evaluate or {}, static), (0,)))
     run_validation = jax.jit(over_seeds(_validation(method, static, prepare), (0, None, 0)))
@@ -164,10 +191,10 @@ def fit(
     settings = {"steps": steps, "batch_size": batch_size, "seeds": seeds, "data_shape": list(data.shape)}
     settings |= {"example_shape": list(first.shape[1:]), "validated": held_out is not None}
     settings["key"] = np.asarray(jax.random.key_data(key)).tolist()
-    run = Run(method, loop, 0, [], seeds, folder)
+    run = Run(method, loop, 0, [], seeds, folder, first.shape[1:])
     checkpoints = None
     if folder is not None:
-        require_space(folder, arrays, keep)
+        require_checkpoints(folder, arrays, keep)
         checkpoints = Checkpoints(folder / "checkpoints", keep)
         if resume and checkpoints.steps:
             _refuse_other(folder, settings)
@@ -257,7 +284,7 @@ def load(folder: str | Path, method: Method, model: Any, posterior: Any = None, 
     finally:
         checkpoints.close()
     history = [row for row in _records(folder / "metrics.jsonl") if row["step"] <= step]
-    return Run(method, loop, step, history, seeds, folder)
+    return Run(method, loop, step, history, seeds, folder, tuple(settings["example_shape"]))
 
 
 def _as_stored(batch, key):
@@ -275,6 +302,20 @@ def _begin(method, model, posterior, batch, key, seeds, validated):
         return Loop(state, state if validated else None, jnp.array(jnp.inf)), loop_key
 
     return begin(key) if seeds is None else eqx.filter_vmap(begin)(jax.random.split(key, seeds))
+
+
+def _side_by_side(arrays, batch_size, fn, axes):
+    """`fn` of each seed: all at once, or one by one where a CPU is faster so, its products of large matrices unstacked."""
+    values = sum(x[0].size for x in jax.tree.leaves(parameters(arrays.state.model)))
+    if jax.default_backend() != "cpu" or values * batch_size < STACKED:
+        return jax.vmap(fn, in_axes=axes)
+
+    def one_by_one(*args):
+        mapped = [arg for arg, axis in zip(args, axes, strict=True) if axis == 0]
+        given = lambda each: [next(each) if axis == 0 else arg for arg, axis in zip(args, axes, strict=True)]
+        return jax.lax.map(lambda mapped: fn(*given(iter(mapped))), mapped)
+
+    return one_by_one
 
 
 class _Batches:
@@ -375,14 +416,6 @@ def _stop_if_bad(bad, checkpoints):
     if checkpoints and checkpoints.steps:
         hint += f" The last good state is {checkpoints.folder}/{checkpoints.steps[-1]}."
     raise Diverged(f"The loss{which} is not finite at iteration {iteration}. {hint}")
-
-
-def _check_counts(data, *, batch_size, **counts):
-    for name, value in {"batch_size": batch_size, **counts}.items():
-        if value < 1:
-            raise ValueError(f"fit: {name} must be at least 1, got {value}.")
-    if batch_size > len(data):
-        raise ValueError(f"fit: batch_size is {batch_size} and there are {len(data)} examples; make it smaller.")
 
 
 def _refuse_other(folder, settings):

@@ -97,6 +97,13 @@ def summary(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
     return table
 
 
+def still_rising(run: Run) -> float:
+    """How much the mean test LL rose over the last fifth of the iterations."""
+    steps, values = run.curve("test LL")
+    mean = values.mean(1)
+    return float(mean[-1] - mean[np.searchsorted(steps, 0.8 * steps[-1])])
+
+
 def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
     """Train what is missing, and write the report. Its path."""
     from ..report import Page, curves, densities
@@ -149,6 +156,10 @@ def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
         f"After {settings.steps:,} iterations, {settings.runs} run(s). Time: of one run, when a method's runs train "
         f"together on {jax.devices()[0].device_kind}, evaluation included.",
     )
+    rising = {name: rise for name, run in runs.items() if (rise := still_rising(run)) > 0.01}
+    if rising:
+        told = ", ".join(f"{name} by {rise:.2f}" for name, rise in rising.items())
+        page.text(f"Not converged: over the last fifth of the iterations the test LL still rose, {told} nats.")
     page.text(
         "The paper reports this experiment as figures only, after 100,000 iterations and over 10 runs: the methods end "
         "alike, BiSSM converges as fast as SSM, BiDSM somewhat slower than DSM.",

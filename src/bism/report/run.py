@@ -7,9 +7,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from ..evaluation import evaluate, plane
+from ..evaluation import Trained, evaluate, plane
 from ..likelihood import free_energy_of
-from ..recipe import draw, latents, restore
 from .figures import curves, densities, scatter
 from .page import Page
 
@@ -17,11 +16,15 @@ from .page import Page
 def write(folder: Path) -> Path:
     """`folder`/report.html."""
     folder = Path(folder)
-    recipe, run, scale, (train_set, held_out) = restore(folder)
+    trained = Trained.of(folder)
+    recipe, run, scale = trained.recipe, trained.run, trained.scale
+    train_set, held_out = trained.split()
+    last = run.history[-1]["step"]
     page = Page(
         f"{recipe.data} by {recipe.method}",
-        f"A {type(run.model).__name__} trained for {run.step:,} iterations of {recipe.batch_size} of "
-        f"{len(train_set):,} examples with {train_set.shape[1]} values each.",
+        f"A {type(run.model).__name__} trained for {last:,} iterations of {recipe.batch_size} of "
+        f"{len(train_set):,} examples with {train_set.shape[1]} values each"
+        + (f", shown as it was at iteration {run.step:,}, of least validation loss." if run.step < last else "."),
     )
     page.table(["on held-out data" if held_out is not None else "on the data", ""], list(evaluate(folder).items()))
     page.heading("Learning")
@@ -29,7 +32,7 @@ def write(folder: Path) -> Path:
         if any(name in row for row in run.history):
             page.figure(name, lambda name=name, label=label: curves({label: run.curve(name)}, y=label), f"The {label}.")
     shown = 2000
-    samples = draw(recipe, run, scale, shown)
+    samples = trained.draw(shown)
     if train_set.shape[1] == 2:
         page.heading("In the plane")
         grid = plane(scale.apply(train_set))
@@ -40,13 +43,14 @@ def write(folder: Path) -> Path:
         page.figure("samples", lambda: scatter({"data": train_set[:shown], "samples": samples}), "Data and samples.")
         page.figure("density", lambda: densities({"density": density}, extent, top, 1), "The learned density.")
         if run.posterior is not None:
-            means = latents(run, scale.apply(train_set[:shown]))
+            means = trained.latents(train_set[:shown])
             panels = {f"h{i + 1}": (train_set[:shown], means[:, i]) for i in range(min(3, means.shape[1]))}
             page.figure("latents", lambda: scatter(panels), "The data, coloured by the posterior mean of each latent.")
     else:
         page.heading("Samples")
         rows = zip(train_set.mean(0), samples.mean(0), train_set.std(0), samples.std(0), strict=True)
-        table = [[f"column {i + 1}", *map(float, row)] for i, row in enumerate(rows)][:20]
+        names = scale.names or [f"column {i + 1}" for i in range(train_set.shape[1])]
+        table = [[name, *map(float, row)] for name, row in zip(names, rows, strict=True)][:20]
         page.table(["", "mean of data", "of samples", "deviation of data", "of samples"], table)
     page.heading("Settings")
     page.code(json.dumps(asdict(recipe), indent=2))
