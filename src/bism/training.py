@@ -305,7 +305,7 @@ def _begin(method, model, posterior, batch, key, seeds, validated):
 
 
 def _side_by_side(arrays, batch_size, fn, axes):
-    """`fn` of each seed: all at once, or one by one where a CPU is faster so, its products of large matrices unstacked."""
+    """`fn` of each seed: all at once, but one by one on a CPU where the products of matrices are large."""
     values = sum(x[0].size for x in jax.tree.leaves(parameters(arrays.state.model)))
     if jax.default_backend() != "cpu" or values * batch_size < STACKED:
         return jax.vmap(fn, in_axes=axes)
