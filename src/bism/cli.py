@@ -5,6 +5,7 @@ import signal
 import sys
 import warnings
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,21 +60,23 @@ def train(data: str, out: Path | None, resume: bool, **settings) -> None:
         raise ValueError(f"{flag} is for {NAMES[other]}, and {data} {'holds' if images else 'holds no'} images.")
     if images:
         from .image_recipe import train as train_images
-        from .report.images import grids
+        from .report.images import grids, write as write_images
 
         loaded = load_images(data, side=given.get("side"))
         recipe = ImageRecipe.of(data, loaded, **given)
         folder = folder_of(recipe, out, resume)
         callbacks = (grids(recipe, loaded, folder),)
         run = train_images(recipe, folder, images=loaded, resume=resume, callbacks=callbacks)
+        write_report = partial(write_images, images=loaded)
     else:
         from .recipe import train as train_table
+        from .report.run import write as write_report
 
         recipe = Recipe(data, **given)
         folder = folder_of(recipe, out, resume)
         run = train_table(recipe, folder, resume=resume)
     print(f"{run.step} iterations in {run.seconds:.0f} s; the run is {folder}")
-    report(folder)
+    print(f"report: {write_report(folder)}")
 
 
 def folder_of(recipe: Recipe | ImageRecipe, out: Path | None, resume: bool) -> Path:

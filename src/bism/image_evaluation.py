@@ -36,8 +36,8 @@ class Trained(NamedTuple):
     parts: Parts
 
     @classmethod
-    def of(cls, folder: Path, step: int | None = None) -> "Trained":
-        return cls(*restore(folder, step))
+    def of(cls, folder: Path, step: int | None = None, images: Images | None = None) -> "Trained":
+        return cls(*restore(folder, step, images))
 
     def schedule(self, sampler: str = "ladder", steps: int | None = None) -> Schedule:
         """Down a ladder of noise levels from the highest of the training, or the paper's annealing."""

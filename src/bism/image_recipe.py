@@ -244,10 +244,12 @@ def _rate(recipe: ImageRecipe, shape: tuple[int, int, int]) -> Callable[[float],
     return told
 
 
-def restore(folder: Path, step: int | None = None) -> tuple[ImageRecipe, Run, Images, Parts]:
-    """The recipe, the trained run, the data set and its parts."""
+def restore(
+    folder: Path, step: int | None = None, images: Images | None = None
+) -> tuple[ImageRecipe, Run, Images, Parts]:
+    """The recipe, the trained run, the data set (`images`, if at hand) and its parts."""
     recipe = recipe_of(folder)
-    images = recipe.images()
+    images = images or recipe.images()
     parts = split(images, recipe.seed)
     run = load_run(folder, *recipe.build(shape_of(parts)), step=step)
     return recipe, run, images, parts

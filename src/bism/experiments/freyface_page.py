@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ..diagnosis import Diagnosis
-from ..report import Page, curves, mosaics
+from ..report import Page, curves, galleries
 from .freyface import (
     BATCH,
     OURS,
@@ -85,9 +85,9 @@ def likelihoods(page: Page, settings: Settings, faces: Faces, results: Results) 
         ),
         "Fisher number of the test frames while training.",
     )
-    grids = {name: samples(run, name) for name, run in runs.items()}
+    grids = {name: samples(run, name).reshape(-1, *faces.shape) for name, run in runs.items()}
     page.figure(
-        "samples", lambda: mosaics(grids, faces.shape), "Means of v after 1,000 Gibbs steps from noise, as the paper's."
+        "samples", lambda: galleries(grids, 6, 3), "Means of v after 1,000 Gibbs steps from noise, as the paper's."
     )
 
 

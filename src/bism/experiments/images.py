@@ -69,7 +69,7 @@ def measure(trained: Trained, network: inception.Inception | None, count: int) -
             once(f"Fisher {level:.2f}", lambda value=value: value)
     if network is not None:
         last = trained.run.step
-        fid_at = lambda step, count: Trained.of(path.parent, step).fid(count, network)
+        fid_at = lambda step, count: Trained.of(path.parent, step, trained.images).fid(count, network)
         stops = Checkpoints(path.parent / "checkpoints").steps
         best = min(stops, key=lambda step: once(f"FID of 1000 at {step}", lambda: fid_at(step, 1000)))
         for step in {last, best}:
@@ -102,7 +102,7 @@ def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
             progress=f"{name:12s}" if progress else False,
             callbacks=(grids(recipe, images, folder / name),),
         )
-        runs[name] = Trained.of(folder / name)
+        runs[name] = Trained.of(folder / name, images=images)
         measured[name] = measure(runs[name], network, settings.fid_samples)
     (folder / "results.json").write_text(json.dumps(measured, indent=2) + "\n")
 

@@ -1,2 +1,2 @@
-from .figures import curves as curves, densities as densities, mosaics as mosaics, scatter as scatter
+from .figures import curves as curves, densities as densities, galleries as galleries, scatter as scatter
 from .page import Page as Page

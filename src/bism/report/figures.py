@@ -87,37 +87,25 @@ def scatter(panels: Mapping[str, Any], limit: float | None = None, size: float =
     return figure
 
 
-def mosaics(panels: Mapping[str, np.ndarray], shape: tuple[int, int], columns: int = 3) -> Figure:
-    """Grids of grey images in [0, 1], as many as fit a square, of flat vectors."""
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.2 * columns, 4.5 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axis in axes:
-        axis.set_axis_off()
-    for axis, (name, images) in zip(axes, panels.items(), strict=False):
-        side = int(len(images) ** 0.5)
-        tiles = np.asarray(images)[: side * side].reshape(side, side, *shape)
-        axis.imshow(np.block([list(row) for row in tiles]), vmin=0, vmax=1, cmap="gray")
-        axis.set_title(name, fontsize=11)
-    return figure
-
-
-def galleries(panels: Mapping[str, np.ndarray], across: int) -> Figure:
+def galleries(panels: Mapping[str, np.ndarray], across: int, columns: int | None = None) -> Figure:
     """Images in [0, 1], of shape (count, height, width) or with a last axis of 3, so many in a row; panel by panel."""
-    wide = len(panels) > 1
+    columns = columns or len(panels)
+    wide, lines = len(panels) > 1, -(-len(panels) // columns)
     figure = Figure(layout="constrained")
     rows = max(-(-len(images) // across) for images in panels.values())
     height, width = next(iter(panels.values())).shape[1:3]
     side = 4.0 if wide else 8.5
-    figure.set_size_inches(side * len(panels), side * rows * height / (across * width) + 0.4 * wide)
-    for axis, (name, images) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    figure.set_size_inches(side * columns, lines * (side * rows * height / (across * width) + 0.4 * wide))
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axis in axes:
+        axis.set_axis_off()
+    for axis, (name, images) in zip(axes, panels.items(), strict=False):
         blank = np.ones((-len(images) % across, *images.shape[1:]), images.dtype)
         gap = [(0, 0), (0, max(height // 16, 1)), (0, max(width // 16, 1)), *[(0, 0)] * (images.ndim - 3)]
         tiles = np.pad(np.concatenate([images, blank]), gap, constant_values=1)
         tiles = tiles.reshape(-1, across, *tiles.shape[1:])
         sheet = np.concatenate([np.concatenate(list(row), 1) for row in tiles])
         axis.imshow(sheet, vmin=0, vmax=1, cmap="gray", interpolation="nearest")
-        axis.set_axis_off()
         if name:
             axis.set_title(name, fontsize=11)
     return figure

@@ -26,9 +26,9 @@ CURVES = {
 PAIRS = {"loss": ("loss", "held-out loss"), "posterior Fisher": ("posterior Fisher", "lower")}
 
 
-def write(folder: Path, fid_samples: int = 0) -> Path:
-    """`folder`/report.html."""
-    trained = Trained.of(Path(folder))
+def write(folder: Path, fid_samples: int = 0, images: Images | None = None) -> Path:
+    """`folder`/report.html. `images`: those it was trained on, if at hand."""
+    trained = Trained.of(Path(folder), images=images)
     recipe, run, parts = trained.recipe, trained.run, trained.parts
     channels, height, width = parts.train.shape[1:]
     latent = f" with {recipe.h_dim} latents" if recipe.bilevel else ""
