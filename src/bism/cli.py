@@ -4,6 +4,7 @@ import inspect
 import signal
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 
 from . import __version__
 from .checkpoint import holds_run, require_space
-from .image_recipe import ImageRecipe, are_images
+from .image_recipe import DECIDED, ImageRecipe, are_images
 from .images import load_images
 from .recipe import Recipe, read_config
 
@@ -91,6 +92,17 @@ def folder_of(recipe: Recipe | ImageRecipe, out: Path | None, resume: bool) -> P
 NAMES = {Recipe: "tables of numbers", ImageRecipe: "images"}
 
 
+def _defaults(of_table: Any, of_images: Any) -> str:
+    """What stands behind the help of an option, of tables and, where it is another, of images."""
+    shown = [str(f.default) if f and f.default is not None else "" for f in (of_table, of_images)]
+    if of_images and of_images.name in DECIDED["grey", "fast"]:
+        shown[1] = "by preset"
+    if of_table and shown[1] not in ("", shown[0]):
+        shown[1] = f"images {shown[1]}"
+    told = "; ".join(dict.fromkeys(text for text in shown if text))
+    return f" ({told})" if told else ""
+
+
 def _take_options_from_recipes() -> None:
     """The options of `train` are the fields of the two recipes, which also know the defaults."""
     named = "moons, rings, eight-gaussians, checkerboard; digits, mnist, fashion-mnist, cifar10, celeba32, celeba64"
@@ -107,8 +119,7 @@ def _take_options_from_recipes() -> None:
         both = [f for f in (table.get(name), images.get(name)) if f]
         texts = list(dict.fromkeys(f.metadata["help"] for f in both))
         text = " Of images: ".join(texts)
-        if name in table and table[name].default is not None:
-            text += f" ({table[name].default}{'; images by preset' if name in images else ''})"
+        text += _defaults(table.get(name), images.get(name))
         panel = "Options of both" if len(both) == 2 else f"Options of {NAMES[Recipe if name in table else ImageRecipe]}"
         what = typer.Option(*both[0].metadata["flags"], help=text, rich_help_panel=panel)
         annotations[name] = Annotated[both[0].type | None, what]
@@ -151,6 +162,7 @@ def sample(
     path = out or run / "samples.npy"
     if path.suffix not in (".npy", ".csv") or (path.suffix == ".csv" and of_images(run)):
         raise ValueError(f"--out {path}: write samples to a .npy, or of a table to a .csv.")
+    path.parent.mkdir(parents=True, exist_ok=True)
     if count < 1 or (steps is not None and steps < 2):
         raise ValueError("sample: count must be at least 1 and steps at least 2.")
     if not of_images(run) and (joint or sampler != "ladder"):
@@ -220,46 +232,56 @@ def report(
 
 @reproduce_app.command()
 def checkerboard(
-    steps: Annotated[int, option("Iterations a method; the paper's is 100000.")] = 100_000,
-    runs: Annotated[int, option("Runs a method, all at once; the paper's is 10.")] = 10,
+    steps: Annotated[int | None, option("Iterations a method: 100000 as in the paper; 20000 if quick.")] = None,
+    runs: Annotated[int | None, option("Runs a method, all at once: 10 as in the paper; 2 if quick.")] = None,
     seed: Annotated[int, option("The same seed gives the same tables.")] = 0,
     only: Annotated[str, option("Only these methods, separated by commas, as in 'DSM,BiDSM'.")] = "",
-    quick: Annotated[bool, option("20000 iterations, 2 runs: a look in two minutes on two cores.")] = False,
+    quick: Annotated[bool, option("Fewer iterations and runs: a look in two minutes on two cores.")] = False,
     out: Annotated[Path, option("Its folder. Called again, it goes on where it stopped.")] = Path("runs/checkerboard"),
 ) -> None:
     """A small Gaussian RBM learns a checkerboard by twelve methods: densities, likelihood curves, a table."""
     from .experiments.checkerboard import METHODS as ALL, Settings, reproduce
 
-    steps, runs = (20_000, 2) if quick else (steps, runs)
-    names = tuple(name.strip() for name in only.split(",")) if only else tuple(ALL)
-    print(f"report: {reproduce(out, Settings(steps, runs, seed=seed, methods=names))}")
+    chosen = ({"steps": 20_000, "runs": 2} if quick else {}) | _given(steps=steps, runs=runs)
+    print(f"report: {reproduce(out, Settings(seed=seed, methods=_names(only, ALL), **chosen))}")
 
 
 @reproduce_app.command()
 def freyface(
-    steps: Annotated[int, option("Iterations of each run; the paper's is 20000.")] = 20_000,
-    seeds: Annotated[int, option("Runs of each method in the first table, all at once.")] = 5,
+    steps: Annotated[int | None, option("Iterations of each run: 20000 as in the paper; 3000 if quick.")] = None,
+    seeds: Annotated[
+        int | None, option("Runs of each method in the first table: 5, and 2 of the others; 1 if quick.")
+    ] = None,
     parts: Annotated[
-        str, option("Of table, K, h, time, bias: those to do, separated by commas.")
-    ] = "table,K,h,time,bias",
+        str, option("Of table, K, h, time, bias: those to do, separated by commas. All; table and bias if quick.")
+    ] = "",
     only: Annotated[str, option("Only these methods in the first table, as in 'DSM,BiDSM N=5'.")] = "",
-    quick: Annotated[bool, option("3000 iterations, 100 hidden units, one seed, table and bias only.")] = False,
+    quick: Annotated[bool, option("Fewer iterations, 100 hidden units: minutes on two cores.")] = False,
     data: Annotated[str, option("Grey images in [0, 1] of your own instead: .npy or .npz.")] = "freyface",
     training: Annotated[int, option("The first so many are trained on.")] = 1400,
     validation: Annotated[int, option("The next so many choose the best iterate; the rest are for the test.")] = 300,
+    seed: Annotated[int, option("The same seed gives the same tables.")] = 0,
     out: Annotated[Path, option("Its folder. Called again, it goes on where it stopped.")] = Path("runs/freyface"),
 ) -> None:
     """Gaussian RBMs of the Frey faces: likelihood and Fisher tables over N, K and h, gradient bias, times, samples.
 
     Without a GPU the whole takes many hours; [bold]--quick[/bold] takes minutes.
     """
-    from .experiments.freyface import TABLE, Settings, reproduce
+    from .experiments.freyface import PARTS, TABLE, Settings, reproduce
 
-    names = lambda text: tuple(name.strip() for name in text.split(","))
-    settings: dict[str, Any] = {"data": data, "training": training, "validation": validation}
-    settings["methods"] = names(only) if only else TABLE
-    chosen = {"steps": steps, "seeds": seeds, "parts": names(parts)}
-    print(f"report: {reproduce(out, Settings.quick(**settings) if quick else Settings(**chosen, **settings))}")
+    chosen = _given(steps=steps, seeds=seeds, other_seeds=None if seeds is None else min(seeds, 2))
+    chosen |= {"parts": _names(parts, PARTS)} if parts else {}
+    chosen |= {"data": data, "training": training, "validation": validation, "seed": seed}
+    make = Settings.quick if quick else Settings
+    print(f"report: {reproduce(out, make(methods=_names(only, TABLE), **chosen))}")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _names(text: str, every: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",")) if text else tuple(every)
 
 
 def _reproduce_images(name: str, what: str, latents: str, fid_samples: int) -> None:
@@ -294,9 +316,14 @@ def diagnose(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     tolerance: Annotated[float, option("The relative gradient bias that is good enough.")] = 0.1,
 ) -> None:
-    """Measure how far the run's hypergradient is from the true one, and say which N, K or response it needs."""
+    """Measure how far the hypergradient of a table's run is from the true one; say which N, K or response it needs."""
     from .evaluation import diagnose_run
 
+    if of_images(run):
+        raise ValueError(
+            f"{run} is of images, whose lower problem is too large to solve to its end: diagnose is for tables. "
+            "`bism evaluate` tells how near q is to the posterior, by the level of noise."
+        )
     found = diagnose_run(run)
     if found.has_reference:
         print(f"{'response':20s} {'K':>3s} {'bias':>9s} {'ms':>8s}")

@@ -21,6 +21,12 @@ def as_data(x: Any, name: str = "data", like: Array | None = None, stored: bool 
 
     In the working precision, or, `stored`, in its own type, which may be bytes.
     """
+    x = checked(x, name, like, stored)
+    return jnp.asarray(x) if stored else jnp.asarray(x, jnp.result_type(float))
+
+
+def checked(x: Any, name: str = "data", like: Array | None = None, stored: bool = False) -> Num[Any, "count ..."]:
+    """`x` as it is, if it can be trained on."""
     if isinstance(x, (str, Path)):
         x = load(str(x))
     x = np.asarray(x) if not isinstance(x, jnp.ndarray) else x
@@ -31,7 +37,7 @@ def as_data(x: Any, name: str = "data", like: Array | None = None, stored: bool 
     if like is not None and x.shape[1:] != like.shape[1:]:
         raise ValueError(f"{name} has examples of shape {tuple(x.shape[1:])} and the data of {tuple(like.shape[1:])}.")
     if stored and np.issubdtype(x.dtype, np.integer):
-        return jnp.asarray(x)
+        return x
     if not np.issubdtype(x.dtype, np.floating):
         raise TypeError(
             f"{name} is of type {x.dtype}; score matching needs real numbers. Convert it, as in "
@@ -43,7 +49,12 @@ def as_data(x: Any, name: str = "data", like: Array | None = None, stored: bool 
         raise ValueError(
             f"{name} has {int(bad.sum())} NaN or infinite values, first in row {row}. Drop those rows or impute them."
         )
-    return jnp.asarray(x) if stored else jnp.asarray(x, jnp.result_type(float))
+    return x
+
+
+def digest(x: Any) -> str:
+    """Of the values, in their own type: the same data have the same."""
+    return hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
 
 
 def load_file(path: Path) -> np.ndarray:
@@ -150,7 +161,7 @@ def freyface(
                 f"The Frey faces could not be fetched from {url} ({error}). Put frey_rawface.mat into {folder} by hand."
             ) from error
         images = loadmat(path)["ff"].T.reshape(-1, 28, 20)
-    if hashlib.sha256(np.ascontiguousarray(images).tobytes()).hexdigest() != FREY_SHA256:
+    if digest(images) != FREY_SHA256:
         raise ValueError(f"{folder}: the Frey faces there are not the known ones; delete the file to fetch it again.")
     return images.astype(np.float32) / 255
 

@@ -14,13 +14,14 @@ from jaxtyping import PRNGKeyArray
 from .ais import ais, exact_samples, reverse_ais
 from .baselines import ContrastiveDivergence
 from .bilevel import BiSM
+from .data import digest
 from .diagnosis import Diagnosis, diagnose
 from .divergence import KL, Fisher
 from .energy import EBLVM, EBM, fisher
 from .likelihood import ENUMERABLE, Grid, free_energy_of, log_partition
 from .models import GaussianRBM
 from .progress import Progress
-from .recipe import Recipe, Scale, digest, read_config, recipe_of, refuse_other_data
+from .recipe import Recipe, Scale, read_config, recipe_of, refuse_other_data
 from .response import ConjugateGradient, NaturalGradient
 from .training import Run, load
 
@@ -50,17 +51,12 @@ class Trained(NamedTuple):
 
     def draw(self, count: int, seed: int = 0, steps: int = 2000, progress: bool = False) -> np.ndarray:
         """Samples in the data's own units, so many chains at once as memory is sure to have."""
-        found = np.empty((count, self.scale.shift.size), np.float32)
+        found = np.empty((count, self.scale.shift.size))
         bar = Progress(count, "sampling" if progress else False, rate=lambda rate: f"{rate:,.0f} samples/s")
         begun, key = time.perf_counter(), jax.random.key(seed)
         try:
             for at in range(0, count, CHAINS):
-                try:
-                    v = self.run.sample(jax.random.fold_in(key, at), min(count, CHAINS), steps=steps)
-                except FloatingPointError as error:
-                    raise FloatingPointError(
-                        f"{str(error).partition(':')[0]}: the model is not normalisable."
-                    ) from error
+                v = self.run.sample(jax.random.fold_in(key, at), min(count, CHAINS), steps=steps)
                 found[at : at + CHAINS] = self.scale.undo(np.asarray(v))[: count - at]
                 done = min(at + CHAINS, count)
                 bar.update(done, done / (time.perf_counter() - begun), {})

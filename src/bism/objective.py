@@ -114,7 +114,10 @@ class MDSM(Objective):
 
     def perturb(self, batch, key):
         eps = jax.random.normal(key, batch.shape, batch.dtype)
-        sigma = self.levels(batch.shape[0]).astype(batch.dtype)
+        levels = self.levels(batch.shape[0])
+        if len(batch) == 1:  # no grid: at random, as in the equation
+            levels = self.levels(1000)[jax.random.randint(jax.random.fold_in(key, 1), (1,), 0, 1000)]
+        sigma = levels.astype(batch.dtype)
         return batch + sigma.reshape(-1, *[1] * (batch.ndim - 1)) * eps, (eps, sigma)
 
     def loss(self, score, v, noise):

@@ -1,6 +1,5 @@
 """A whole training described by names and numbers: what `bism train` takes, and reads back from a run's folder."""
 
-import hashlib
 import json
 import warnings
 from dataclasses import asdict, dataclass, field, fields
@@ -13,7 +12,7 @@ import numpy as np
 from .baselines import NCE, VNCE, ContrastiveDivergence, MaximumLikelihood, ScoreMatching
 from .bilevel import BiSM
 from .checkpoint import holds_run
-from .data import as_data, column_names, load
+from .data import checked, column_names, digest, load
 from .divergence import KL, Fisher
 from .method import Method
 from .models import GaussianRBM, MLPEnergy, MLPFreeEnergy
@@ -26,6 +25,8 @@ from .training import Run, fit
 MODELS = ("mlp", "grbm", "visible")
 OBJECTIVES = ("sm", "ssm", "dsm", "mdsm")
 METHODS = (*(f"bi{name}" for name in OBJECTIVES), *OBJECTIVES, "cd", "pcd", "nce", "vnce", "ml")
+
+METHODS_OF_LATENTS = (*(f"bi{name}" for name in OBJECTIVES), "vnce")
 
 
 def setting(default: Any, text: str, *flags: str) -> Any:
@@ -71,6 +72,15 @@ class Recipe:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
         if (self.unroll or 0) < 0:
             raise ValueError(f"unroll must not be negative, got {self.unroll}; 0 is for none.")
+        if self.implicit and self.unroll is not None:
+            raise ValueError("--implicit and --unroll are two ways to the same hypergradient: give one of them.")
+        visible, latents = self.model == "visible", self.method in METHODS_OF_LATENTS
+        if visible and latents:
+            raise ValueError(f"--method {self.method} learns latents and --model visible has none: give --method dsm.")
+        if self.model == "mlp" and not latents:
+            raise ValueError(
+                f"--method {self.method} needs p(v), which --model mlp does not have: give --model visible, or grbm."
+            )
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out is the fraction of the data kept for validation, 0 to 1; got {self.held_out}.")
 
@@ -115,7 +125,7 @@ class Recipe:
 
     def split(self) -> tuple[np.ndarray, np.ndarray | None]:
         """The data, shuffled by the seed, in training and held-out parts, one flat vector an example."""
-        x = np.asarray(as_data(load(self.data), self.data))
+        x = checked(load(self.data), self.data)
         x = x.reshape(len(x), -1)[np.random.default_rng(self.seed).permutation(len(x))]
         held = int(self.held_out * len(x))
         return x[held:], x[:held] if held else None
@@ -132,20 +142,20 @@ class Scale:
     @classmethod
     def of(cls, x: np.ndarray, standardise: bool, names: list[str] | None = None) -> "Scale":
         if not standardise:
-            return cls(np.zeros(x.shape[1], x.dtype), np.ones(x.shape[1], x.dtype), names)
-        shift, spread = x.mean(0), x.std(0)
-        # a mean of equal values differs from them by rounding
-        constant = spread <= 1e-6 * np.abs(shift)
-        return cls(shift, np.where(constant, 1, spread).astype(x.dtype), names)
+            return cls(np.zeros(x.shape[1]), np.ones(x.shape[1]), names)
+        # In double precision: a column's deviation may be far below its mean.
+        shift, spread = x.mean(0, dtype=float), x.std(0, dtype=float)
+        constant = spread <= 1e-14 * np.abs(shift)  # the mean of equal values differs from them by rounding
+        return cls(shift, np.where(constant, 1, spread), names)
 
     @classmethod
     def kept(cls, facts: dict[str, Any]) -> "Scale":
-        return cls(np.array(facts["shift"], np.float32), np.array(facts["scale"], np.float32), facts["names"])
+        return cls(np.array(facts["shift"]), np.array(facts["scale"]), facts["names"])
 
-    def apply(self, x):
-        return (x - self.shift) / self.scale
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        return ((x - self.shift) / self.scale).astype(np.float32)
 
-    def undo(self, x):
+    def undo(self, x: np.ndarray) -> np.ndarray:
         return x * self.scale + self.shift
 
 
@@ -187,10 +197,6 @@ def tell_of_constant_columns(x: np.ndarray, names: list[str] | None) -> None:
         which = ", ".join(names[i] if names else str(i + 1) for i in constant[:5])
         told = f"{len(constant)} of {x.shape[1]} columns never change ({which}{', …' if len(constant) > 5 else ''})"
         warnings.warn(f"{told}: they are better left out.", stacklevel=3)
-
-
-def digest(x: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
 
 
 def refuse_other_data(folder, recipe, found):

@@ -96,34 +96,30 @@ class AnnealedLangevin(Kernel):
 
 
 class Sweep(Kernel):
-    """(v, h) with bits for h: v by an adjusted Langevin step at h, then each bit from its conditional, one by one.
-
-    Along a schedule of temperatures, of which the last stays: with the default of 1 throughout it is exact.
-    """
+    """(v, h) with bits for h: v by an adjusted Langevin step at h, then each bit from its conditional, one by one."""
 
     model: EBLVM
-    temperatures: Float[Array, " steps"] = eqx.field(default_factory=lambda: jnp.ones(1))
-    step: float = 0.1
+    step: float | Array = 0.1
+    temperature: float | Array = 1.0
 
     def init(self, position):
-        return Annealed(position, jnp.zeros((), jnp.int32))
+        return position
 
     def __call__(self, key, state):
         v_key, h_key = jax.random.split(key)
-        temperature = self.temperatures[jnp.minimum(state.index, len(self.temperatures) - 1)]
-        v, h = state.position
-        langevin = Langevin(lambda v: self.model.energy(v, h), self.step, temperature, adjust=True)
-        v, info = langevin(v_key, v)
-        energy = self.model.given(v)
+        v, h = state
+        v, info = Langevin(lambda v: self.model.energy(v, h), self.step, self.temperature, adjust=True)(v_key, v)
+        given = self.model.given(v)
+        energy = lambda flat: given(flat.reshape(h.shape)) / self.temperature
 
-        def draw(h, at):
-            index, threshold = at
-            off, on = (h.at[index].set(bit) for bit in (0.0, 1.0))
-            flat = lambda h: energy(h.reshape(state.position[1].shape))
-            return jnp.where(threshold < (flat(off) - flat(on)) / temperature, on, off), None
+        def draw(flat, at):
+            index, noise = at
+            off, on = (flat.at[index].set(bit) for bit in (0.0, 1.0))
+            return jnp.where(noise < energy(off) - energy(on), on, off), None
 
-        h, _ = jax.lax.scan(draw, h.ravel(), (jnp.arange(h.size), jax.random.logistic(h_key, (h.size,), h.dtype)))
-        return Annealed((v, h.reshape(state.position[1].shape)), state.index + 1), info
+        noise = jax.random.logistic(h_key, (h.size,), h.dtype)
+        flat, _ = jax.lax.scan(draw, h.ravel(), (jnp.arange(h.size), noise))
+        return (v, flat.reshape(h.shape)), info
 
 
 class Ladder(Kernel):
@@ -191,14 +187,21 @@ class JointLadder(Kernel):
 
 def tuned_moves(energy: Energy, key: PRNGKeyArray, x: Array, step: Array, steps: int) -> tuple[Array, Array, Array]:
     """x after adjusted Langevin steps, their size after them, and how many were accepted."""
+    kernel = lambda step, temperature: Langevin(energy, step, temperature, adjust=True)
+    return tuned(kernel, key, x, step, jnp.ones(steps))
 
-    def move(carry, key):
-        x, step = carry
-        x, info = Langevin(energy, step, adjust=True)(key, x)
+
+def tuned(kernel: Callable[[Array, Array], Kernel], key: PRNGKeyArray, x: PyTree, step: Array, temperatures: Array):
+    """x after steps of `kernel(step, temperature)` at each temperature, their size after them, the share accepted."""
+
+    def move(carry, at):
+        (x, step), (key, temperature) = carry, at
+        x, info = kernel(step, temperature)(key, x)
         # towards the acceptance that is best in many dimensions (Roberts and Rosenthal, 1998)
         return (x, step * jnp.exp(0.1 * (info["accepted"] - 0.574))), info["accepted"]
 
-    (x, step), accepted = jax.lax.scan(move, (x, step), jax.random.split(key, steps))
+    keys = jax.random.split(key, len(temperatures))
+    (x, step), accepted = jax.lax.scan(move, (x, step), (keys, temperatures))
     return x, step, accepted.mean()
 
 
@@ -280,43 +283,60 @@ def sample(
     h_shape: tuple[int, ...] | None = None,
     binary: bool = False,
     steps: int = 1000,
-    step: float = 0.1,
 ) -> Float[Array, "count ..."]:
     """`count` samples of v: block Gibbs for a Gaussian RBM, else adjusted Langevin on F(v) or jointly on E(v, h).
 
     Other than for a Gaussian RBM, say the `shape` of one v, and for a latent-variable model the `h_shape` of one h, and
     whether h is `binary`: its bits are then drawn in turn. A run knows all that: `run.sample(key, count)`.
-    The chains start at N(0, 1) and cool from temperature 10 to 1 over their first half.
+    Langevin chains start at N(0, 1) and cool from temperature 10 to 1 over the first half of their steps, while the
+    size of those is tuned, for each chain.
     """
     if count < 1 or steps < 2:
         raise ValueError(f"sample: count must be at least 1 and steps at least 2, got {count} and {steps}.")
+    start_key, h_key, key = jax.random.split(key, 3)
     if isinstance(model, GaussianRBM):
-        start_key, key = jax.random.split(key)
-        start = jax.random.uniform(start_key, (count, model.b.size))
-        return _finite(chain(Gibbs(model), key, start, steps)[0])
-    v_key, h_key, hot_key, key = jax.random.split(key, 4)
+        v = chain(Gibbs(model), key, jax.random.uniform(start_key, (count, model.b.size)), steps)[0]
+        return _sound(v, jnp.isfinite(v).all(1))
     if shape is None or (h_shape is None and not isinstance(model, EBM)):
         need = "shape= of one v" if isinstance(model, EBM) else "shape= of one v and h_shape= of one h"
         raise ValueError(f"sample: {type(model).__name__} does not say its size; give {need}.")
-    v = jax.random.normal(v_key, (count, *shape))
-    temperatures = 10.0 ** jnp.linspace(1.0, 0.0, steps // 2)
-
-    def cooled(energy: Energy, start: Any) -> Any:
-        warm, _ = chain(AnnealedLangevin(energy, temperatures, step), hot_key, start, steps // 2)
-        return chain(Langevin(energy, step, adjust=True), key, warm.position, steps - steps // 2)[0]
-
+    v = jax.random.normal(start_key, (count, *shape))
     if isinstance(model, EBM):
-        return _finite(cooled(model.free_energy, v))
+        return _sound(*_cooled(model, key, v, steps, False))
     h_shape = (count, *(h_shape or ()))
-    if binary:
-        h = jax.random.bernoulli(h_key, shape=h_shape).astype(v.dtype)
-        return _finite(chain(Sweep(model, temperatures, step), key, (v, h), steps)[0].position[0])
-    return _finite(cooled(lambda x: model.energy(*x), (v, jax.random.normal(h_key, h_shape)))[0])
+    bits = lambda: jax.random.bernoulli(h_key, shape=h_shape).astype(v.dtype)
+    start = v, bits() if binary else jax.random.normal(h_key, h_shape)
+    (v, _), moved = _cooled(model, key, start, steps, binary)
+    return _sound(v, moved)
 
 
-def _finite(v):
-    if not isinstance(v, Tracer) and (lost := int((~jnp.isfinite(v)).reshape(len(v), -1).any(1).sum())):
+@eqx.filter_jit
+def _cooled(model: EBM | EBLVM, key, starts, steps, binary):
+    """The model is an argument, so that a second call with another of its kind compiles nothing."""
+    energy: Energy = model.free_energy if isinstance(model, EBM) else lambda x: model.energy(*x)
+
+    def kernel(step, temperature):
+        if binary and isinstance(model, EBLVM):
+            return Sweep(model, step, temperature)
+        return Langevin(energy, step, temperature, adjust=True)
+
+    def one(key, x):
+        warm_key, key = jax.random.split(key)
+        x, step, _ = tuned(kernel, warm_key, x, jnp.asarray(0.1), 10.0 ** jnp.linspace(1.0, 0.0, steps // 2))
+
+        def move(x, key):
+            x, info = kernel(step, 1.0)(key, x)
+            return x, info["accepted"]
+
+        x, accepted = jax.lax.scan(move, x, jax.random.split(key, steps - steps // 2))
+        return x, accepted.any()
+
+    return jax.vmap(one)(jax.random.split(key, len(jax.tree.leaves(starts)[0])), starts)
+
+
+def _sound(v, moved):
+    if not isinstance(v, Tracer) and (lost := int((~moved).sum())):
         raise FloatingPointError(
-            f"{lost} of {len(v)} chains left the finite numbers: take a smaller step=, or let the energy grow with v."
+            f"{lost} of {len(v)} chains are lost, where no move is accepted: is the energy finite, does it grow with v?"
         )
     return v

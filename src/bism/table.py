@@ -32,7 +32,7 @@ def read_table(path: Path) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a file without rows
         try:
-            return np.loadtxt(path, np.float32, encoding=ENCODING, **how)
+            return np.loadtxt(path, encoding=ENCODING, **how)
         except (ValueError, UserWarning):
             raise ValueError(_what_is_wrong(path, delimiter, names)) from None
 
@@ -40,7 +40,7 @@ def read_table(path: Path) -> np.ndarray:
 def write_table(path: Path, rows: np.ndarray, names: list[str] | None) -> None:
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([names] if names else [])
-        np.savetxt(file, rows, "%.7g", ",")
+        np.savetxt(file, rows, "%.9g", ",")
 
 
 def _lines(path):

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .checkpoint import Checkpoints, holds_run, require_checkpoints
 from .checks import as_key, check_arguments
 from .cost import memory_error
-from .data import as_data
+from .data import as_data, digest
 from .energy import EBLVM, EBM
 from .method import Method, State, parameters
 from .posterior import Posterior
@@ -82,7 +82,7 @@ class Run:
         if self.loop.best is None or self.seeds is not None:
             return self
         steps, losses = self.curve("validation")
-        return replace(self, loop=replace(self.loop, state=self.best), step=int(steps[np.argmin(losses)]))
+        return replace(self, loop=replace(self.loop, state=self.best), step=int(steps[np.nanargmin(losses)]))
 
     def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(iterations, values) of a metric or an evaluation."""
@@ -190,7 +190,8 @@ def fit(
 
     settings = {"steps": steps, "batch_size": batch_size, "seeds": seeds, "data_shape": list(data.shape)}
     settings |= {"example_shape": list(first.shape[1:]), "validated": held_out is not None}
-    settings["key"] = np.asarray(jax.random.key_data(key)).tolist()
+    settings |= {"key": np.asarray(jax.random.key_data(key)).tolist(), "key_impl": str(jax.random.key_impl(key))}
+    settings |= {"method": eqx.tree_pformat(method, width=100), "data": digest(data)}
     run = Run(method, loop, 0, [], seeds, folder, first.shape[1:])
     checkpoints = None
     if folder is not None:
@@ -199,9 +200,11 @@ def fit(
         if resume and checkpoints.steps:
             _refuse_other(folder, settings)
             run.step, loop = checkpoints.restore(loop)
+            if run.step > steps:
+                raise ValueError(f"{folder} already has {run.step} iterations, more than the {steps} asked for.")
             arrays = eqx.filter(loop, eqx.is_array)
         run.history = _truncate(folder / "metrics.jsonl", run.step)
-        _write_config(folder, method, settings, config)
+        _write_config(folder, settings, config)
     run.loop = eqx.combine(arrays, static)
     del loop  # the first state; its memory is needed
     before = run.history[-1]["seconds"] if run.history else 0.0
@@ -275,7 +278,7 @@ def load(folder: str | Path, method: Method, model: Any, posterior: Any = None, 
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json.")
     settings = json.loads((folder / "config.json").read_text())["settings"]
     batch = jnp.zeros((settings["batch_size"], *settings["example_shape"]))
-    key = jax.random.wrap_key_data(jnp.array(settings["key"], jnp.uint32))
+    key = jax.random.wrap_key_data(jnp.array(settings["key"], jnp.uint32), impl=settings["key_impl"])
     seeds = settings["seeds"]
     loop, _ = _begin(method, model, posterior, batch, key, seeds, settings["validated"])
     checkpoints = Checkpoints(folder / "checkpoints")
@@ -326,6 +329,7 @@ class _Batches:
         self.first, self.rows_of = 0, None  # the iteration of the first of the rows at hand
 
         def shuffle(epochs, key):
+            key = jax.random.fold_in(key, 2**31 - 2)  # the iterations have the numbers from 0
             one = lambda epoch: jax.random.permutation(jax.random.fold_in(key, epoch), count).astype(jnp.int32)
             rows = jax.vmap(one)(epochs)[:, : self.per_epoch * batch_size]
             return rows.reshape(-1, batch_size)
@@ -422,20 +426,18 @@ def _refuse_other(folder, settings):
     """What a run goes on with must be what it began with, but for its length."""
     there = json.loads((folder / "config.json").read_text())["settings"]
     for name, value in settings.items():
+        if name == "data" and there.get(name) != value:
+            raise ValueError(f"{folder} cannot go on: it was trained on other data of the same shape.")
         if name != "steps" and there.get(name) != value:
             raise ValueError(f"{folder} cannot go on: it has {name} {there.get(name)}, and {value} is given here.")
 
 
-def _write_config(folder, method, settings, config):
+def _write_config(folder, settings, config):
     folder.mkdir(parents=True, exist_ok=True)
     versions = {name: version(name) for name in ("jax", "equinox", "optax")}
     versions |= {"bism": __version__, "python": platform.python_version()}
     device = jax.devices()[0]
-    about = settings | {
-        "method": eqx.tree_pformat(method, width=100),
-        "device": f"{device.platform}: {device.device_kind}",
-        "versions": versions,
-    }
+    about = settings | {"device": f"{device.platform}: {device.device_kind}", "versions": versions}
     text = json.dumps({"settings": about, "config": dict(config or {})}, indent=2, default=str)
     (folder / "config.json").write_text(text + "\n")
 

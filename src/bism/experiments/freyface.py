@@ -196,10 +196,12 @@ def measure(run: Run, settings: Settings, likelihood: bool) -> dict[str, list[fl
             found[kind] = eqx.filter_vmap(lambda model: fisher_number(model, test))(model).tolist()
         else:
             chains, temperatures = wanted[kind]
-            keys = jax.random.split(jax.random.key(settings.seed), run.seeds or 1)
+            schedule_key, key = jax.random.split(jax.random.key(settings.seed))
+            keys = jax.random.split(key, run.seeds or 1)
             as_paper = kind.startswith("paper's")
             first = jax.tree.map(lambda x: x[0], model)
-            schedule = linear_schedule(temperatures) if as_paper else adaptive_schedule(first, keys[0], temperatures)
+            even = linear_schedule(temperatures)
+            schedule = even if as_paper else adaptive_schedule(first, schedule_key, temperatures)
             weights = anneal(model, keys, schedule, chains)
             z = [estimate(of_one) for of_one in weights]
             unnormalised = eqx.filter_vmap(lambda model: -jax.vmap(model.free_energy)(test).mean())(model)

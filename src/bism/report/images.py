@@ -127,14 +127,14 @@ def pictures(page: Page, trained: Trained, across: int = 10) -> None:
             lambda: galleries({"": shown(rows)}, across + 1),
             "Left, held-out images; beside each, samples of p(v|h) at its posterior mean.",
         )
-        lines = [
-            interpolate(model, q, a, b, across, key, schedule) for a, b in zip(some[:6:2], some[1:6:2], strict=True)
-        ]
-        page.figure(
-            "interpolation",
-            lambda: galleries({"": shown(np.concatenate(lines))}, across),
-            "Samples of p(v|h), all from the same noise, while h goes from one held-out image to another.",
-        )
+        ends = some[: 2 * min(len(some) // 2, 3)]
+        lines = [interpolate(model, q, a, b, across, key, schedule) for a, b in zip(ends[::2], ends[1::2], strict=True)]
+        if lines:
+            page.figure(
+                "interpolation",
+                lambda: galleries({"": shown(np.concatenate(lines))}, across),
+                "Samples of p(v|h), all from the same noise, while h goes from one held-out image to another.",
+            )
     page.heading("Restoration")
     known = np.ones(some.shape, bool)
     known[:, :, some.shape[2] // 2 :] = False
