@@ -1,6 +1,7 @@
 """What the latents of an energy capture: moons, rings and eight Gaussians, coloured by the posterior mean of each."""
 
 import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,9 @@ from bism.data import NAMED
 from bism.report import scatter
 
 
-def main(steps: int = 6_000, stem: str = "latents") -> dict[str, bism.Run]:
+def main(steps: int = 6_000, names: Sequence[str] = ("moons", "rings", "eight-gaussians")) -> dict[str, bism.Run]:
     runs = {}
-    for name in ("moons", "rings", "eight-gaussians"):
+    for name in names:
         data = NAMED[name](20_000)
         run = bism.fit(
             bism.BiSM(bism.DSM(sigma=0.15), response=bism.Unroll(5), ema=0.999),
@@ -32,7 +33,7 @@ def main(steps: int = 6_000, stem: str = "latents") -> dict[str, bism.Run]:
             "first latent": (shown, means[:, 0]),
             "second": (shown, means[:, 1]),
         }
-        scatter(panels).savefig(f"{stem}-{name}.png", dpi=110)
+        scatter(panels).savefig(f"latents-{name}.png", dpi=110)
         runs[name] = run
     return runs
 

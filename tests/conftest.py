@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+# Most tests compile longer than they run. Before the import, and for processes that tests start.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
+
 import jax
 import numpy as np
 import pytest

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import equinox as eqx
@@ -236,6 +237,17 @@ def test_the_average_follows_theta_and_phi():
         first = 0.1 * of(state) + 0.9 * of(one)  # 1/10 at first, 2/11 would be next
         close(of(two.average), 0.15 * first + 0.85 * of(two), rtol=1e-12)
     assert (two.best, two.q) == (two.average.model, two.average.posterior)
+
+
+@pytest.mark.parametrize("method", [NCE(optimizer=SGD, ema=0.15), VNCE(optimizer=SGD, ema=0.15)], ids=["NCE", "VNCE"])
+def test_the_average_has_its_own_normaliser(method):
+    model = random_grbm(2, 3)
+    state = start(method, model, exact_posterior(model) if isinstance(method, VNCE) else None)
+    _, one, _ = step(method, state)
+    _, two, _ = step(method, one)
+    close(two.learned, 0.15 * 0.9 * one.memory + 0.85 * two.memory, rtol=1e-12)
+    as_used = replace(two, model=two.best, posterior=two.q, memory=two.learned, average=None)
+    close(method.validate(two, BATCH, KEY), method.validate(as_used, BATCH, KEY), rtol=1e-12)
 
 
 def test_models_that_a_method_cannot_learn_are_refused():

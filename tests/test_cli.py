@@ -10,6 +10,8 @@ import time
 import numpy as np
 import pytest
 
+from bism.evaluation import Trained
+
 
 def bism(*arguments, cwd, quickly=False):
     """Compiled `quickly`, which runs slower: for what compiles much and computes little."""
@@ -45,25 +47,26 @@ def test_train_keeps_a_run_folder(trained):
 
 def test_samples_come_in_the_units_of_the_data(trained):
     folder, table, _ = trained
-    done = bism("sample", "runs/table-bidsm", "--count", 500, "--steps", 100, "--out", "drawn.npy", cwd=folder)
+    done = bism("sample", "runs/table-bidsm", "--count", 500, "--steps", 100, "--out", "new/drawn.csv", cwd=folder)
     assert done.returncode == 0, done.stderr
-    drawn = np.load(folder / "drawn.npy")
+    assert (folder / "new" / "drawn.csv").read_text().splitlines()[0] == "a,b,c"
+    drawn = np.loadtxt(folder / "new" / "drawn.csv", delimiter=",", skiprows=1)
     assert drawn.shape == (500, 3)
-    done = bism("sample", "runs/table-bidsm", "--count", 500, "--steps", 100, "--out", "drawn.csv", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "drawn.csv").read_text().splitlines()[0] == "a,b,c"
-    np.testing.assert_allclose(np.loadtxt(folder / "drawn.csv", delimiter=",", skiprows=1), drawn, rtol=1e-6)
     assert (np.abs(drawn.mean(0) - table.mean(0)) < 0.5 * table.std(0)).all()
     assert (np.abs(np.log(drawn.std(0) / table.std(0))) < np.log(2)).all()
 
 
-def test_evaluate_prints_a_log_likelihood_in_the_units_of_the_data(trained):
+def test_evaluate_prints_a_log_likelihood_in_the_units_of_the_data(trained, monkeypatch):
     folder, table, _ = trained
     done = bism("evaluate", "runs/table-bidsm", cwd=folder)
     assert done.returncode == 0, done.stderr
     value = float(next(line for line in done.stdout.splitlines() if line.startswith("log-likelihood")).split()[-1])
-    entropy = np.log(table.std(0)).sum() + 1.5 * np.log(2 * np.pi * np.e)  # of the Gaussian that made the table
-    assert -entropy - 1.5 < value < -entropy + 0.2
+    monkeypatch.chdir(folder)
+    held_out = Trained.of(folder / "runs" / "table-bidsm").split()[1]
+    assert held_out is not None
+    z = (held_out - table.mean(0)) / table.std(0)
+    gaussian = -0.5 * (z**2).sum(1).mean() - np.log(table.std(0)).sum() - 1.5 * np.log(2 * np.pi)
+    assert gaussian - 1.5 < value < gaussian + 0.2
     figures = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines())
     assert float(figures["log-likelihood by AIS"]) == pytest.approx(value, abs=0.05)
     assert float(figures["log-likelihood by reverse AIS"]) == pytest.approx(value, abs=0.05)
@@ -103,8 +106,9 @@ def test_an_existing_run_is_neither_lost_nor_mixed(trained):
             ("train", "moons", "--model", "grbm", "--divergence", "fisher"),
             "a discrete h does not have",
         ),
-        (("train", "moons", "--model", "visible"), "use ScoreMatching"),
-        (("train", "moons", "--method", "dsm"), "use BiSM"),
+        (("train", "moons", "--model", "visible"), "--model visible has none: give --method dsm"),
+        (("train", "moons", "--method", "dsm"), "give --model visible, or grbm"),
+        (("train", "moons", "--implicit", "-N", "3"), "give one of them"),
         (("train", "moons", "--batch-size", "100000"), "there are 54000 examples"),
         (("train", "moons", "--batch-size", "0"), "batch_size must be at least 1, got 0"),
         (("train", "moons", "--learning-rate", "-0.1"), "learning_rate must be positive, got -0.1"),
@@ -165,6 +169,9 @@ def test_images_from_their_name_to_a_report(tmp_path):
     samples = np.load(run / "samples.npy")
     assert (samples.shape, samples.dtype) == ((3, 8, 8), np.uint8)
     assert (run / "samples.png").exists()
+    done = bism("diagnose", run, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "diagnose is for tables" in done.stderr
 
 
 @pytest.mark.parametrize(

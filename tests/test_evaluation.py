@@ -1,5 +1,7 @@
 """Log-likelihoods of trained Gaussian RBMs by AIS, against enumeration and in the units of the data."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -43,10 +45,11 @@ def test_a_run_with_more_units_than_can_be_enumerated_has_its_likelihood(tmp_pat
     np.save(tmp_path / "table.npy", rng.normal(5.0, [0.1, 1.0, 10.0], (400, 3)))
     settings = {"model": "grbm", "method": "dsm", "h_dim": 24, "steps": 300, "learning_rate": 1e-2, "sigma": 0.3}
     train(Recipe(str(tmp_path / "table.npy"), **settings), tmp_path / "run", progress=False)
-    found = evaluate(tmp_path / "run")
+    trained = Trained.of(tmp_path / "run")
+    found = evaluate(trained, *trained.split())
     assert "log-likelihood" not in found
     assert "log-likelihood by reverse AIS" not in found
-    held_out = Trained.of(tmp_path / "run").split()[1]
+    held_out = trained.split()[1]
     assert held_out is not None
     gaussian = -0.5 * (((held_out - 5) / [0.1, 1.0, 10.0]) ** 2).sum(1).mean() - 1.5 * np.log(2 * np.pi)
     assert found["log-likelihood by AIS"] == pytest.approx(gaussian, abs=1.0)  # Σ log of the deviations is 0
@@ -62,7 +65,7 @@ def test_a_run_needs_its_table_only_for_what_is_measured_on_it(tmp_path, monkeyp
 
     write_table(table, data[::-1], ["mass", "size"])
     with pytest.raises(ValueError, match=r"has changed since .*run was trained on it: put it back"):
-        evaluate(tmp_path / "run")
+        before.split()
     with pytest.raises(ValueError, match="has changed since"):
         train(Recipe(str(table), model="grbm", steps=40), tmp_path / "run", resume=True, progress=False)
     table.unlink()
@@ -80,15 +83,22 @@ def test_a_run_needs_its_table_only_for_what_is_measured_on_it(tmp_path, monkeyp
 def test_the_state_of_least_validation_loss_is_what_is_used(tmp_path):
     """A learning rate at which the loss ends far above its least."""
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(60, 4)))
-    settings = {"model": "grbm", "h_dim": 16, "steps": 400, "learning_rate": 0.1, "sigma": 0.2, "batch_size": 50}
+    settings: dict[str, Any] = {
+        "model": "grbm",
+        "h_dim": 16,
+        "steps": 400,
+        "learning_rate": 0.1,
+        "sigma": 0.2,
+        "batch_size": 50,
+    }
     run = train(Recipe(str(tmp_path / "x.npy"), method="dsm", **settings), tmp_path / "dsm", progress=False)
     steps, losses = run.curve("validation")
     used = Trained.of(tmp_path / "dsm").run
     assert used.step == steps[np.argmin(losses)] < 400
     np.testing.assert_array_equal(used.model.W, run.best.model.W)
     assert (used.model.W != run.model.W).any()
-    train(Recipe(str(tmp_path / "x.npy"), method="cd", **settings), tmp_path / "cd", progress=False)
-    assert Trained.of(tmp_path / "cd").run.step == 400
+    train(Recipe(str(tmp_path / "x.npy"), method="cd", **settings | {"steps": 40}), tmp_path / "cd", progress=False)
+    assert Trained.of(tmp_path / "cd").run.step == 40
 
 
 def test_columns_that_say_nothing_are_told():
@@ -102,3 +112,16 @@ def test_columns_that_say_nothing_are_told():
         tell_of_constant_columns(x[:1], None)
     scale = Scale.of(x.astype(np.float32), True)
     np.testing.assert_array_equal(scale.scale[[1, 4]], 1)
+
+
+def test_a_column_far_from_zero_keeps_its_deviation():
+    x = np.random.default_rng(0).normal([1e4, 1.7e9, 0.0], [1.0, 10.0, 1e-3], (50_000, 3))
+    scale = Scale.of(x, True)
+    np.testing.assert_allclose(scale.scale, [1.0, 10.0, 1e-3], rtol=0.02)
+    v = scale.apply(x)
+    assert v.dtype == np.float32
+    np.testing.assert_allclose(v.mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(v.std(0), 1, rtol=1e-5)
+    np.testing.assert_allclose(scale.undo(v), x, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(scale.undo(v) - scale.shift, x - scale.shift, rtol=1e-3, atol=1e-5)
+    assert Scale.of(np.full((1000, 1), 0.1), True).scale == 1

@@ -48,5 +48,5 @@ def test_own_energy_is_the_readmes(tmp_path):
 def test_latents(tmp_path):
     import latents
 
-    assert set(latents.main(20)) == {"moons", "rings", "eight-gaussians"}
-    assert len(list(tmp_path.glob("latents-*.png"))) == 3
+    assert latents.main(20, ["rings"])["rings"].step == 20
+    assert (tmp_path / "latents-rings.png").stat().st_size > 10_000

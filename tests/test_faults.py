@@ -255,8 +255,23 @@ def test_a_run_that_failed_before_its_first_checkpoint_may_be_begun_again(tmp_pa
 
 def test_a_run_goes_on_only_as_it_began(tmp_path):
     fit(folder=tmp_path, steps=4, batch_size=8)
-    with pytest.raises(ValueError, match=r"cannot go on: it has batch_size 8, and 5 is given here"):
-        fit(folder=tmp_path, steps=6, batch_size=5, resume=True)
+    config = (tmp_path / "config.json").read_text()
+    for told, other in {
+        r"it has batch_size 8, and 5 is given here": {"batch_size": 5},
+        r"it has method ScoreMatching\(\s+optimizer=.*objective=SM\(\)": {"method": bism.ScoreMatching(bism.DSM(0.3))},
+        r"it was trained on other data of the same shape": {"data": DATA + 1},
+        r"already has 4 iterations, more than the 3 asked for": {"steps": 3},
+    }.items():
+        with pytest.raises(ValueError, match=f"(?s){told}"):
+            fit(folder=tmp_path, resume=True, **{"steps": 6, "batch_size": 8} | other)
+    assert (tmp_path / "config.json").read_text() == config
+    assert fit(folder=tmp_path, steps=6, batch_size=8, resume=True).step == 6
+
+
+def test_a_run_of_any_kind_of_key_is_read_back(tmp_path):
+    method, model = bism.ScoreMatching(bism.DSM(0.3), optimizer=optax.sgd(0.01)), Scaled(jnp.array(1.0))
+    run = fit(method, model, key=jax.random.key(1, impl="rbg"), folder=tmp_path, steps=2)
+    assert bits(bism.load(tmp_path, method, model).state) == bits(run.state)
 
 
 def test_interrupted_before_the_record(uninterrupted, tmp_path, monkeypatch):

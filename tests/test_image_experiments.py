@@ -30,6 +30,7 @@ class Fake:
 
     def __init__(self, folder, bilevel=True):
         self.run, self.recipe = SimpleNamespace(folder=folder, step=30), SimpleNamespace(bilevel=bilevel)
+        self.images = None
         self.calls: list[Any] = []
 
     def svm(self):
@@ -54,7 +55,7 @@ def checkpoints(monkeypatch):
         return of
 
     monkeypatch.setattr(module, "Checkpoints", lambda folder: SimpleNamespace(steps=list(fids)))
-    monkeypatch.setattr(Trained, "of", lambda folder, step: SimpleNamespace(fid=fid(step)))
+    monkeypatch.setattr(Trained, "of", lambda folder, step, images: SimpleNamespace(fid=fid(step)))
     return asked
 
 

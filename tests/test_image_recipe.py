@@ -45,6 +45,18 @@ def test_the_papers_settings():
     assert isinstance(method.response, bism.FirstOrder)
 
 
+def test_unrolled_steps_are_counted():
+    """Counting an iteration traces the method, its checks of the lower optimiser too."""
+    count = lambda unroll: ImageRecipe.of("digits", DIGITS, **SMALL, unroll=unroll).operations((1, 8, 8))
+    assert count(2) > 1.2 * count(0)
+
+
+def test_the_papers_preset_is_the_papers_for_small_images_too():
+    assert ImageRecipe.of("digits", DIGITS).width == 16
+    assert ImageRecipe.of("digits", DIGITS, "paper").learning_rate == 1e-4
+    assert ImageRecipe.of("digits", DIGITS, "paper").width == 64
+
+
 def replace_images(shape, flip=False):
     return DIGITS._replace(train=np.zeros((2, *shape), np.uint8), flip=flip)
 

@@ -51,6 +51,14 @@ def test_mdsm_lays_its_levels_over_the_batch(golden, spacing, name):
     close(jax.vmap(objective.lower_weight)(noise), 1 / levels)
 
 
+def test_mdsm_draws_the_level_of_a_batch_of_one():
+    keys = jax.random.split(jax.random.key(0), 400)
+    levels = jax.vmap(lambda key: MDSM(0.1, 2.0).perturb(jnp.zeros((1, 2)), key)[1][1])(keys)
+    assert levels.shape == (400, 1)
+    assert 0.1 <= levels.min() < 0.2 < 1.9 < levels.max() <= 2.0
+    assert abs(levels.mean() - 1.05) < 4 * 1.9 / (12 * 400) ** 0.5
+
+
 def test_dsm_moves_the_batch_by_sigma_times_its_noise():
     batch = jax.random.normal(jax.random.key(0), (500, 2, 3))
     x, eps = DSM(0.3).perturb(batch, jax.random.key(1))

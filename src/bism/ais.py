@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .likelihood import states
 from .models.grbm import GaussianRBM
 
 
@@ -113,8 +114,6 @@ def reverse_ais(
 
 def exact_samples(model: GaussianRBM, key: PRNGKeyArray, count: int) -> Float[Array, "count v"]:
     """Independent samples, by enumeration of h."""
-    from .likelihood import states
-
     h_key, v_key = jax.random.split(key)
     hidden = states(model.c.size)
     chosen = hidden[jax.random.categorical(h_key, jax.vmap(model.log_weight)(hidden), shape=(count,))]

@@ -143,7 +143,7 @@ class NCE(Method):
         return self.ascend(state, gradient, state.memory), {"loss": loss}
 
     def validate(self, state, batch, key):
-        return self.loss((state.best, state.memory), batch, jax.random.normal(key, batch.shape, batch.dtype))
+        return self.loss((state.best, state.learned), batch, jax.random.normal(key, batch.shape, batch.dtype))
 
 
 class VNCE(Method):
@@ -200,7 +200,7 @@ class VNCE(Method):
 
     def validate(self, state, batch, key):
         draw = self.draw(state.q, batch, key)
-        return self.loss((state.best, state.memory), state.q, *draw)
+        return self.loss((state.best, state.learned), state.q, *draw)
 
     @property
     def _lower_optimizer(self):

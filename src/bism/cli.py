@@ -204,10 +204,11 @@ def evaluate(
 
         found = measure_images(Trained.of(run), fid)
     else:
-        from .evaluation import evaluate as measure
+        from .evaluation import Trained, evaluate as measure
 
         _only_images(run, fid)
-        found = measure(run)
+        trained = Trained.of(run)
+        found = measure(trained, *trained.split())
     for name, value in found.items():
         print(f"{name:56s} {value:.4f}")
 

@@ -140,6 +140,11 @@ NAMED: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
+def home(folder: str | Path | None = None) -> Path:
+    """Where data sets are kept."""
+    return Path(folder or os.environ.get("BISM_DATA") or Path.home() / ".cache" / "bism")
+
+
 def freyface(
     folder: str | Path | None = None, url: str = "https://cs.nyu.edu/~roweis/data/frey_rawface.mat"
 ) -> np.ndarray:
@@ -147,7 +152,7 @@ def freyface(
 
     Read from freyface.npz or frey_rawface.mat in `folder` (BISM_DATA if not given), else fetched there from their home.
     """
-    folder = Path(folder or os.environ.get("BISM_DATA") or Path.home() / ".cache" / "bism")
+    folder = home(folder)
     if (folder / "freyface.npz").exists():
         images = np.load(folder / "freyface.npz")["images"]
     else:

@@ -16,7 +16,7 @@ import optax
 from jaxtyping import PRNGKeyArray
 
 from .bilevel import BiSM
-from .divergence import Fisher
+from .divergence import fisher_of_posterior
 from .method import State, parameters
 from .objective import DSM, MDSM, Objective
 from .reference import Problem
@@ -167,7 +167,6 @@ def posterior_fisher(
     def at(model, posterior, data, level, key):
         noise_key, h_key = jax.random.split(key)
         v = data + level * jax.random.normal(noise_key, data.shape, data.dtype)
-        h = eqx.filter_eval_shape(posterior, data[0]).noise(h_key, (len(data), particles))
-        return jnp.mean(jax.vmap(lambda v, h: Fisher(particles).loss(model, v, posterior(v), h))(v, h))
+        return fisher_of_posterior(model, posterior, v, h_key, particles)
 
     return {float(level): float(at(model, posterior, data, jnp.asarray(level), key)) for level in levels}

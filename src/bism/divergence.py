@@ -6,9 +6,10 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from .energy import EBLVM, Latent, Scalar, Visible
-from .posterior import Distribution
+from .posterior import Distribution, Posterior
 
 
 class Divergence(eqx.Module):
@@ -53,3 +54,12 @@ class Fisher(Divergence):
 
     def at(self, energy, q, h):
         return 0.5 * jnp.sum(jax.grad(lambda h: -energy(h) - q.log_prob(h))(h) ** 2)
+
+
+def fisher_of_posterior(
+    model: EBLVM, posterior: Posterior, v: Float[Array, "batch ..."], key: PRNGKeyArray, particles: int = 8
+) -> Scalar:
+    """The mean over v of D_F(q(h|v) ‖ p(h|v)), a hundred at a time: for continuous latents."""
+    noise = eqx.filter_eval_shape(posterior, v[0]).noise(key, (len(v), particles))
+    one = lambda at: Fisher(particles).loss(model, at[0], posterior(at[0]), at[1])
+    return jnp.mean(jax.lax.map(one, (v, noise), batch_size=100))

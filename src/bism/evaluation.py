@@ -16,7 +16,7 @@ from .baselines import ContrastiveDivergence
 from .bilevel import BiSM
 from .data import digest
 from .diagnosis import Diagnosis, diagnose
-from .divergence import KL, Fisher
+from .divergence import KL, fisher_of_posterior
 from .energy import EBLVM, EBM, fisher
 from .likelihood import ENUMERABLE, Grid, free_energy_of, log_partition
 from .models import GaussianRBM
@@ -69,26 +69,22 @@ class Trained(NamedTuple):
         return np.asarray(jax.vmap(lambda v: self.run.posterior(v).mean)(jnp.asarray(self.scale.apply(v))))
 
 
-def evaluate(folder: Path) -> dict[str, float]:
+def evaluate(trained: Trained, train_set: np.ndarray, held_out: np.ndarray | None) -> dict[str, float]:
     """Named figures of a run on its held-out data (on the training data if none were held out)."""
-    trained = Trained.of(folder)
     recipe, run, scale = trained.recipe, trained.run, trained.scale
-    train_set, held_out = trained.split()
     v = jnp.asarray(scale.apply(train_set[:2048] if held_out is None else held_out[:2048]))
-    key = jax.random.key(recipe.seed)
+    keys = jax.random.split(jax.random.key(recipe.seed), 3)
     model, posterior = run.model, run.posterior
-    found = {"own loss": eqx.filter_jit(run.method.validate)(run.state, v, key)}
+    found = {"own loss": eqx.filter_jit(run.method.validate)(run.state, v, keys[0])}
     if isinstance(model, EBM) and v.shape[1] <= 64:
         found["Fisher divergence, less a constant"] = jax.vmap(lambda v: fisher(model, v))(v).mean()
     if posterior is not None and not posterior.discrete and isinstance(model, EBLVM):
-        noise = eqx.filter_eval_shape(posterior, v[0]).noise(key, (len(v), 8))
-        each = jax.vmap(lambda v, noise: Fisher().loss(model, v, posterior(v), noise))
-        found["Fisher divergence of q from the posterior"] = each(v, noise).mean()
+        found["Fisher divergence of q from the posterior"] = fisher_of_posterior(model, posterior, v, keys[1])
     log_likelihood = held_out_log_likelihood(run, scale, v)
     if log_likelihood is not None:
         found["log-likelihood"] = jnp.asarray(log_likelihood)
     if isinstance(model, GaussianRBM):
-        found |= annealed(model, scale, v, key)
+        found |= annealed(model, scale, v, keys[2])
     return {name: float(value) for name, value in found.items()}
 
 
@@ -137,7 +133,8 @@ def annealed(model: GaussianRBM, scale: Scale, v: jax.Array, key: PRNGKeyArray, 
         f"AIS: chains worth, of {chains}": z.effective,
     }
     if model.c.size <= ENUMERABLE:
-        back = reverse_ais(model, key, exact_samples(model, key, chains))
+        back_key, exact_key = jax.random.split(jax.random.fold_in(key, 1))
+        back = reverse_ais(model, back_key, exact_samples(model, exact_key, chains))
         found["log-likelihood by reverse AIS"] = unnormalised - back.log_z
     if not z.trusted:
         warnings.warn(

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from .diagnosis import posterior_fisher
 from .image_recipe import HELD_OUT, ImageRecipe, Parts, restore, shape_of
-from .images import Images
+from .images import Images, as_bytes
 from .metrics import features, fid, inception
 from .sampling import ladder_levels, paper_temperatures
 from .synthesis import (
@@ -65,13 +65,13 @@ class Trained(NamedTuple):
         key, shape = jax.random.key(seed), shape_of(self.parts)
         return generate(self.run.model, key, count, self.schedule(**schedule), shape=shape, **latent)
 
-    def svm(self, most: int | None = None) -> features.Accuracy | None:
+    def svm(self) -> features.Accuracy | None:
         """A linear classifier of the latents' means; None without latents or labels."""
         labels, held_labels = self.parts.train_labels, self.parts.held_out_labels
         if not self.recipe.bilevel or labels is None or held_labels is None:
             return None
-        codes = [encode(self.run.posterior, v) for v in (self.parts.train[:most], self.parts.held_out)]
-        return features.linear_svm(codes[0], labels[:most], codes[1], held_labels)
+        codes = [encode(self.run.posterior, v) for v in (self.parts.train, self.parts.held_out)]
+        return features.linear_svm(codes[0], labels, codes[1], held_labels)
 
     def fid(self, count: int, network: inception.Inception, seed: int = 0, **schedule: Any) -> float:
         """Of `count` samples from the training images."""
@@ -106,10 +106,9 @@ def evaluate(trained: Trained, fid_samples: int = 0) -> dict[str, float]:
         found["deviation of q over p(h|v)'s"] = float(np.median(chains.spread))
     if accuracy := trained.svm():
         found["linear SVM of the latents, %"] = accuracy.percent
-    copies = features.nearest(trained.samples(100), trained.parts.train / np.float32(255)).distances
-    real = features.nearest(trained.parts.held_out[:100] / np.float32(255), trained.parts.train / np.float32(255))
-    found["distance of samples to the nearest training image"] = float(np.median(copies))
-    found["the same of held-out images"] = float(np.median(real.distances))
+    nearest = lambda v: float(np.median(features.nearest(v, trained.parts.train).distances)) / 255
+    found["distance of samples to the nearest training image"] = nearest(as_bytes(trained.samples(100)))
+    found["the same of held-out images"] = nearest(trained.parts.held_out[:100])
     if network is not None:
         found[f"FID of {fid_samples:,} samples"] = trained.fid(fid_samples, network)
     return found

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ from .bilevel import BiSM
 from .checkpoint import holds_run
 from .cost import operations, peak
 from .data import load_file
-from .divergence import Fisher
+from .divergence import Fisher, fisher_of_posterior
 from .images import NAMED, Bytes, Images, load_images
 from .method import Method, State, parameters
 from .models import ResNetEnergy, ResNetFreeEnergy, conv_posterior
@@ -83,7 +83,7 @@ class ImageRecipe:
         decided = DECIDED["grey" if channels == 1 else "colour", preset]
         if max(height, width) > 48:
             decided = decided | {"blocks": 4}
-        if max(height, width) <= TINY_SIDE:
+        if max(height, width) <= TINY_SIDE and preset == "fast":
             decided = decided | TINY
         settings: dict[str, Any] = decided | {"flip": images.flip} | given
         return cls(data, preset, **settings)
@@ -202,16 +202,16 @@ def train(
     method, model, posterior = recipe.build(shape_of(parts))
     watched = to_unit(False)(jnp.asarray(parts.held_out[:HELD_OUT]), jax.random.key(0))
 
-    def held_out_loss(model, posterior):
-        return method.validate(State(model, posterior, None), watched, jax.random.key(1))
+    size = min(recipe.batch_size, len(watched))  # as much at a time as in training
+    batches = watched[: len(watched) // size * size].reshape(-1, size, *watched.shape[1:])
 
-    def posterior_fisher(model, posterior):  # on clean images
-        noise = eqx.filter_eval_shape(posterior, watched[0]).noise(jax.random.key(2), (len(watched), 1))
-        return jax.vmap(lambda v, n: Fisher().loss(model, v, posterior(v), n))(watched, noise).mean()
+    def held_out_loss(model, posterior):
+        one = lambda at: method.validate(State(model, posterior, None), *at)
+        return jax.lax.map(one, (batches, jax.random.split(jax.random.key(1), len(batches)))).mean()
 
     evaluations = {"held-out loss": held_out_loss}
-    if recipe.bilevel:
-        evaluations["posterior Fisher"] = posterior_fisher
+    if recipe.bilevel:  # on clean images
+        evaluations["posterior Fisher"] = partial(fisher_of_posterior, v=watched, key=jax.random.key(2), particles=1)
     return fit(
         method,
         model,

@@ -1,7 +1,6 @@
 """Image data sets: bytes of shape (count, channels, height, width), checked before anything is trained on them."""
 
 import gzip
-import os
 import re
 import tarfile
 import warnings
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from .data import load_file, save
+from .data import home, load_file, save
 
 Bytes = UInt8[np.ndarray, "count channels height width"]
 
@@ -90,7 +89,7 @@ def load_images(
     if isinstance(source, np.ndarray):
         arrays = {"train": source}
     elif source in NAMED:
-        arrays, notes = _named(name, Path(folder or os.environ.get("BISM_DATA") or Path.home() / ".cache/bism"), url)
+        arrays, notes = _named(name, home(folder), url)
     elif Path(source).is_dir():
         arrays, notes = _folder(Path(source), side)
     else:
@@ -119,6 +118,11 @@ def load_images(
     labels = arrays.get("train_labels"), arrays.get("test_labels")
     flip = isinstance(source, str) and source in ("celeba32", "celeba64")
     return Images(parts["train"], parts.get("test"), *labels, name, (height, width), flip, "; ".join(notes))
+
+
+def as_bytes(images: np.ndarray) -> np.ndarray:
+    """From [0, 1]."""
+    return np.round(255 * images).astype(np.uint8)
 
 
 def show(images, size: tuple[int, int] | None = None) -> Float[np.ndarray, "count height width *colour"]:
@@ -287,8 +291,8 @@ def _download(name: str, folder: Path, url: str | None) -> dict[str, np.ndarray]
     paths = []
     for file, sha256 in NAMED[name].sha256.items():
         failures = []
-        for home in (url,) if url else NAMED[name].homes:
-            address = f"{home.rstrip('/')}/{file}"
+        for place in (url,) if url else NAMED[name].homes:
+            address = f"{place.rstrip('/')}/{file}"
             try:
                 paths.append(Path(pooch.retrieve(address, f"sha256:{sha256}", fname=file, path=folder)))
                 break

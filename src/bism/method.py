@@ -19,10 +19,11 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 class Average(eqx.Module):
-    """The moving averages of θ and φ, which belong together: φ follows θ as it was."""
+    """The moving averages of θ, φ and what of the memory is learned, which belong together: φ follows θ as it was."""
 
     model: Any
     posterior: Any
+    learned: Any
     age: Float[Array, ""]
 
 
@@ -45,6 +46,11 @@ class State(eqx.Module):
     def q(self) -> Any:
         """The posterior of that model."""
         return self.posterior if self.average is None else self.average.posterior
+
+    @property
+    def learned(self) -> Any:
+        """What else belongs to that model: NCE's normaliser."""
+        return self.memory if self.average is None else self.average.learned
 
 
 class Method(eqx.Module):
@@ -70,7 +76,7 @@ class Method(eqx.Module):
 
     def start(self, model: Model, posterior: Posterior | None = None, memory: PyTree = None) -> State:
         opt_state = self.optimizer.init(parameters((model, memory)))
-        average = Average(model, posterior, jnp.zeros(())) if self.ema else None
+        average = Average(model, posterior, memory, jnp.zeros(())) if self.ema else None
         return State(model, posterior, opt_state, memory=memory, average=average)
 
     def ascend(self, state: State, gradient: PyTree, memory: PyTree = None) -> State:
@@ -83,8 +89,9 @@ class Method(eqx.Module):
             # At first over a tenth of the states so far, so that nothing is left of the random start.
             decay = jnp.minimum(self.ema, (average.age + 1) / (average.age + 10))
             blend = lambda a, x: (decay * a + (1 - decay) * x).astype(x.dtype) if eqx.is_inexact_array(x) else a
-            theta, phi = jax.tree.map(blend, (average.model, average.posterior), (model, state.posterior))
-            average = Average(theta, phi, average.age + 1)
+            old, new = (average.model, average.posterior, average.learned), (model, state.posterior, memory)
+            theta, phi, learned = jax.tree.map(blend, old, new)
+            average = Average(theta, phi, learned, average.age + 1)
         return replace(state, model=model, opt_state=opt_state, memory=memory, average=average)
 
 

@@ -278,7 +278,7 @@ def load(folder: str | Path, method: Method, model: Any, posterior: Any = None, 
         raise FileNotFoundError(f"{folder} is not a run: it has no config.json.")
     settings = json.loads((folder / "config.json").read_text())["settings"]
     batch = jnp.zeros((settings["batch_size"], *settings["example_shape"]))
-    key = jax.random.wrap_key_data(jnp.array(settings["key"], jnp.uint32), impl=settings["key_impl"])
+    key = jax.random.wrap_key_data(jnp.array(settings["key"], jnp.uint32), impl=settings.get("key_impl"))
     seeds = settings["seeds"]
     loop, _ = _begin(method, model, posterior, batch, key, seeds, settings["validated"])
     checkpoints = Checkpoints(folder / "checkpoints")

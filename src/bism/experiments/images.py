@@ -97,8 +97,8 @@ def reproduce(folder: Path, settings: Settings, progress: bool = True) -> Path:
             folder / name,
             images=images,
             resume=True,
-            keep=STOPS if network else 1,
-            checkpoint_every=log * (100 // (3 * STOPS)),
+            keep=STOPS if colour else 1,
+            checkpoint_every=8 * log,  # at 72, 80, 88, 96 and 100 %
             progress=f"{name:12s}" if progress else False,
             callbacks=(grids(recipe, images, folder / name),),
         )

@@ -1,7 +1,6 @@
 """The Inception-v3 of December 2015, the one behind the usual FID numbers, up to its 2048 pooled features."""
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial, reduce
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Num, UInt8
 
-from ..data import save
+from ..data import home, save
 
 WEIGHTS = "pt_inception-2015-12-05-6726825d.pth"
 URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{WEIGHTS}"
@@ -127,7 +126,7 @@ def load(path: str | Path | None = None) -> Inception:
 
 
 def _path(path):
-    return Path(path or Path(os.environ.get("BISM_DATA") or Path.home() / ".cache" / "bism") / "fid_inception_v3.npz")
+    return Path(path or home() / "fid_inception_v3.npz")
 
 
 def _take(tensors, layer, parts, shape, source):
@@ -208,7 +207,7 @@ def _pooled(layers: Layers, images: UInt8[Array, "batch channels height width"])
 
 
 def _interpolation(count: int) -> Float32[np.ndarray, "299 count"]:
-    """Bilinear as pytorch-fid's: corners not aligned, no antialiasing."""
+    """Bilinear as pytorch-fid's: corners not aligned, no antialiasing. The scale of pixels is TensorFlow's, above."""
     position = np.clip((np.arange(299) + 0.5) * count / 299 - 0.5, 0, count - 1)
     return np.maximum(1 - np.abs(position[:, None] - np.arange(count)[None]), 0).astype(np.float32)
 

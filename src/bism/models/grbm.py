@@ -88,7 +88,8 @@ class GaussianRBM(EBLVM, EBM):
 
     def log_weight(self, h: Float[Array, " h"]) -> Float[Array, ""]:
         """log ∫ exp(−E(v, h)) dv, up to Z the log-probability of h."""
-        pull = self.weights @ h
-        log_sigma = jnp.broadcast_to(self.log_sigma, self.b.shape)
+        log_sigma, weights = jnp.broadcast_to(self.log_sigma, self.b.shape), self.weights
         volume = jnp.sum(log_sigma) + 0.5 * self.b.size * jnp.log(2 * jnp.pi)
-        return volume + jnp.vdot(self.c, h) + jnp.vdot(self.b, pull) + 0.5 * jnp.sum(jnp.exp(2 * log_sigma) * pull**2)
+        # By products of units, which of many h are computed once, and never a vector as long as v for each.
+        products = weights.T @ (jnp.exp(2 * log_sigma)[:, None] * weights)
+        return volume + jnp.vdot(self.c + self.b @ weights, h) + 0.5 * jnp.vdot(h, products @ h)

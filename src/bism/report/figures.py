@@ -71,7 +71,7 @@ def curves(
     return figure
 
 
-def scatter(panels: Mapping[str, Any], limit: float | None = None, size: float = 3.5, colours: str = "turbo") -> Figure:
+def scatter(panels: Mapping[str, Any], size: float = 3.5, colours: str = "turbo") -> Figure:
     """Point clouds in the plane side by side. A panel is points, or (points, a value of each for its colour)."""
     figure = Figure(figsize=(size * len(panels), size), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False).ravel()
@@ -82,8 +82,6 @@ def scatter(panels: Mapping[str, Any], limit: float | None = None, size: float =
         axis.scatter(*np.asarray(points).T[:2], s=4, alpha=0.6, lw=0, **look)
         axis.set_title(name, fontsize=11)
         axis.set_aspect("equal", adjustable="datalim")
-        if limit:
-            axis.set(xlim=(-limit, limit), ylim=(-limit, limit))
     return figure
 
 

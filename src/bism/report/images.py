@@ -12,7 +12,7 @@ import numpy as np
 
 from ..image_evaluation import Trained, evaluate
 from ..image_recipe import ImageRecipe, split
-from ..images import Images, show
+from ..images import Images, as_bytes, show
 from ..metrics import features
 from ..synthesis import denoise_images, encode, inpaint, interpolate
 from ..training import Run
@@ -72,7 +72,7 @@ def grids(recipe: ImageRecipe, images: Images, folder: Path, times: int = 10) ->
 
 def save_samples(trained: Trained, samples: np.ndarray, path: Path) -> Path:
     """The samples as bytes, and up to 100 of them as a picture beside, whose path is returned."""
-    images = np.round(255 * show(samples, trained.images.size)).astype(np.uint8)
+    images = as_bytes(show(samples, trained.images.size))
     np.save(path, images)
     picture = path.with_suffix(".png")
     galleries({"": images[:100] / 255}, 10).savefig(picture, dpi=130)
@@ -111,7 +111,7 @@ def pictures(page: Page, trained: Trained, across: int = 10) -> None:
         "Training images, and samples from noise down a ladder of 100 noise levels"
         + (", at the h of random training images, or of v and h together." if trained.recipe.bilevel else "."),
     )
-    close = parts.train[features.nearest(panels["samples"][:across], unit(parts.train)).indices[:, 0]]
+    close = parts.train[features.nearest(as_bytes(panels["samples"][:across]), parts.train).indices[:, 0]]
     page.figure(
         "nearest",
         lambda: galleries({"": shown(np.concatenate([panels["samples"][:across], unit(close)]))}, across),

@@ -26,7 +26,8 @@ def write(folder: Path) -> Path:
         f"{len(train_set):,} examples with {train_set.shape[1]} values each"
         + (f", shown as it was at iteration {run.step:,}, of least validation loss." if run.step < last else "."),
     )
-    page.table(["on held-out data" if held_out is not None else "on the data", ""], list(evaluate(folder).items()))
+    figures = evaluate(trained, train_set, held_out)
+    page.table(["on held-out data" if held_out is not None else "on the data", ""], list(figures.items()))
     page.heading("Learning")
     for name, label in {"loss": "loss", "validation": "validation loss", "lower": "lower loss"}.items():
         if any(name in row for row in run.history):
@@ -37,8 +38,9 @@ def write(folder: Path) -> Path:
         page.heading("In the plane")
         grid = plane(scale.apply(train_set))
         free_energy = free_energy_of(run.model, run.posterior, jax.random.key(0))
-        density = np.asarray(np.exp(grid.log_density(free_energy)))
-        extent = [grid.low[0], grid.high[0], grid.low[1], grid.high[1]]
+        density = np.asarray(np.exp(grid.log_density(free_energy))) / scale.scale.prod()  # in the data's own units
+        low, high = (scale.undo(np.array(corner)) for corner in (grid.low, grid.high))
+        extent = [low[0], high[0], low[1], high[1]]
         top = float(np.quantile(density, 0.999))
         page.figure("samples", lambda: scatter({"data": train_set[:shown], "samples": samples}), "Data and samples.")
         page.figure("density", lambda: densities({"density": density}, extent, top, 1), "The learned density.")
