@@ -83,21 +83,14 @@ def test_a_run_needs_its_table_only_for_what_is_measured_on_it(tmp_path, monkeyp
 def test_the_state_of_least_validation_loss_is_what_is_used(tmp_path):
     """A learning rate at which the loss ends far above its least."""
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(60, 4)))
-    settings: dict[str, Any] = {
-        "model": "grbm",
-        "h_dim": 16,
-        "steps": 400,
-        "learning_rate": 0.1,
-        "sigma": 0.2,
-        "batch_size": 50,
-    }
-    run = train(Recipe(str(tmp_path / "x.npy"), method="dsm", **settings), tmp_path / "dsm", progress=False)
+    settings: dict[str, Any] = {"model": "grbm", "h_dim": 16, "learning_rate": 0.1, "sigma": 0.2, "batch_size": 50}
+    run = train(Recipe(str(tmp_path / "x.npy"), method="dsm", steps=400, **settings), tmp_path / "dsm", progress=False)
     steps, losses = run.curve("validation")
     used = Trained.of(tmp_path / "dsm").run
     assert used.step == steps[np.argmin(losses)] < 400
     np.testing.assert_array_equal(used.model.W, run.best.model.W)
     assert (used.model.W != run.model.W).any()
-    train(Recipe(str(tmp_path / "x.npy"), method="cd", **settings | {"steps": 40}), tmp_path / "cd", progress=False)
+    train(Recipe(str(tmp_path / "x.npy"), method="cd", steps=40, **settings), tmp_path / "cd", progress=False)
     assert Trained.of(tmp_path / "cd").run.step == 40
 
 
