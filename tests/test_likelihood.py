@@ -16,7 +16,7 @@ from golden_models import (
 )
 
 from bism import Grid, log_likelihood, log_partition
-from bism.likelihood import free_energy_of, marginal, marginal_by_quadrature, states
+from bism.likelihood import free_energy_of, marginal, states
 
 WIDE = Grid((-12.0, -12.0), (12.0, 12.0), 150)
 V = jnp.array([[0.5, -1.0], [-0.3, 0.8], [2.0, 1.0]])
@@ -84,20 +84,6 @@ def test_one_particle_bounds_the_free_energy_from_above_by_the_kl():
     kl = jnp.sum(log_ratio + 0.5 * spread * jnp.exp(-2 * true.log_std) - 0.5)
     assert kl > 0.1
     assert abs(bounds.mean() - model.free_energy(V[0]) - kl) < 4 * bounds.std() / len(bounds) ** 0.5
-
-
-@pytest.mark.parametrize("h_dim", [1, 2])
-def test_quadrature_over_h_gives_the_gaussian_marginal(h_dim):
-    model = gaussian_eblvm()
-    keep = lambda m: (m.log_lambda, m.M, m.m)
-    model = eqx.tree_at(keep, model, [x[:h_dim] for x in keep(model)])
-    estimate = marginal_by_quadrature(model, h_dim, extent=12.0)
-    close(each(estimate, V), each(model.free_energy, V), rtol=1e-9)
-
-
-def test_quadrature_over_many_latents_is_refused():
-    with pytest.raises(ValueError, match="one or two latents, not 3"):
-        marginal_by_quadrature(gaussian_eblvm(), 3)
 
 
 def test_free_energy_of_is_the_models_own_or_an_estimate():

@@ -72,23 +72,6 @@ def marginal(model: EBLVM, posterior: Posterior, key: PRNGKeyArray, particles: i
     return free_energy
 
 
-def marginal_by_quadrature(model: EBLVM, h_dim: int, *, extent: float = 6.0, cells: int = 64):
-    """F(v) = −log ∫ exp(−E(v, h)) dh over [−extent, extent]^h_dim, for one or two latents."""
-    if h_dim not in (1, 2):
-        raise ValueError(
-            f"Quadrature over h needs one or two latents, not {h_dim}; use marginal(model, posterior, ...)."
-        )
-    axis = (jnp.arange(cells) + 0.5) / cells * 2 * extent - extent
-    points = jnp.stack(jnp.meshgrid(*[axis] * h_dim), -1).reshape(-1, h_dim)
-    log_cell = h_dim * jnp.log(2 * extent / cells)
-
-    def free_energy(v: Float[Array, "..."]) -> Float[Array, ""]:
-        energy = model.given(v)
-        return -jax.nn.logsumexp(-jax.vmap(energy)(points)) - log_cell
-
-    return free_energy
-
-
 def free_energy_of(model: EBM | EBLVM, posterior: Posterior | None, key: PRNGKeyArray) -> Callable[[Array], Array]:
     """The model's own F(v), or the estimate of it that q gives."""
     if isinstance(model, EBM):
