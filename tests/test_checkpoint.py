@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import bism
+from bism import checkpoint
 from bism.checkpoint import Checkpoints, require_checkpoints
 
 STATE = {
@@ -205,3 +206,18 @@ def test_killed_before_the_first_checkpoint(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     run = train(tmp_path, resume=True, steps=3)
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == run.history
+
+
+def test_an_interruption_waits_until_a_checkpoint_is_whole():
+    before, done = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        with checkpoint.uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            done.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGTERM) is before

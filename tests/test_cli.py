@@ -136,7 +136,7 @@ def test_a_run_that_is_told_to_end_is_saved(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         told = process.stderr.read().decode()
-        assert process.wait(60) == 130, told
+        assert process.wait(60) == 143, told
     step = int(next((tmp_path / "run" / "checkpoints").iterdir()).name)
     assert f"Interrupted; --resume, or resume=True, goes on from iteration {step}." in told
 

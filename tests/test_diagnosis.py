@@ -186,3 +186,11 @@ def test_single_precision_is_widened():
         assert jnp.zeros(1).dtype == jnp.float32
     assert found.residual < 1e-8
     assert optax.tree.norm(parameters(narrow.posterior)).dtype == jnp.float32
+
+
+def test_without_a_reference_nothing_else_is_measured(monkeypatch):
+    monkeypatch.setattr(Problem, "solve", lambda self, phi: (phi, 0.5))
+    found = diagnose(METHOD, state(ELSEWHERE), BATCH, KEY)
+    assert not found.has_reference
+    assert (found.candidates, found.distance) == ([], {})
+    assert "--lower-steps 20" in found.verdict()

@@ -58,6 +58,7 @@ def test_a_run_with_more_units_than_can_be_enumerated_has_its_likelihood(tmp_pat
 def test_a_run_needs_its_table_only_for_what_is_measured_on_it(tmp_path, monkeypatch):
     table, data = tmp_path / "table.csv", np.random.default_rng(0).normal(5.0, [0.1, 10.0], (200, 2))
     write_table(table, data, ["mass", "size"])
+    (tmp_path / "elsewhere.csv").write_text(table.read_text())
     train(Recipe(str(table), model="grbm", steps=20), tmp_path / "run", progress=False)
     before = Trained.of(tmp_path / "run")
     expected = before.draw(30, steps=50)
@@ -69,7 +70,13 @@ def test_a_run_needs_its_table_only_for_what_is_measured_on_it(tmp_path, monkeyp
     with pytest.raises(ValueError, match="has changed since"):
         train(Recipe(str(table), model="grbm", steps=40), tmp_path / "run", resume=True, progress=False)
     table.unlink()
+    assert len(Trained.of(tmp_path / "run", str(tmp_path / "elsewhere.csv")).split()[0]) == 180
+    moved = Recipe(str(tmp_path / "elsewhere.csv"), model="grbm", steps=20)
+    assert train(moved, tmp_path / "run", resume=True, progress=False).step == 20
+    (tmp_path / "elsewhere.csv").unlink()
     trained = Trained.of(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match=r"was trained on .*elsewhere.csv, which is gone: give --data"):
+        trained.split()
     np.testing.assert_array_equal(trained.draw(30, steps=50), expected)
     assert trained.scale.names == ["mass", "size"]
 
@@ -103,8 +110,11 @@ def test_columns_that_say_nothing_are_told():
         tell_of_constant_columns(x, list("abcdefgh"))
     with pytest.raises(ValueError, match="all examples are the same"):
         tell_of_constant_columns(x[:1], None)
-    scale = Scale.of(x.astype(np.float32), True)
-    np.testing.assert_array_equal(scale.scale[[1, 4]], 1)
+    scale = Scale.of(x, True)
+    v = scale.apply(x)
+    np.testing.assert_allclose(v[:, [1, 4]], 0, atol=1e-12)
+    np.testing.assert_array_equal(scale.undo(v + 0.1)[:, [1, 4]], scale.shift[[1, 4]][None].repeat(10, 0))
+    np.testing.assert_allclose(scale.log_volume, np.log(np.delete(x.std(0), [1, 4])).sum())
 
 
 def test_a_column_far_from_zero_keeps_its_deviation():
@@ -117,4 +127,4 @@ def test_a_column_far_from_zero_keeps_its_deviation():
     np.testing.assert_allclose(v.std(0), 1, rtol=1e-5)
     np.testing.assert_allclose(scale.undo(v), x, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(scale.undo(v) - scale.shift, x - scale.shift, rtol=1e-3, atol=1e-5)
-    assert Scale.of(np.full((1000, 1), 0.1), True).scale == 1
+    assert Scale.of(np.full((1000, 1), 0.1), True).scale == 0

@@ -103,7 +103,7 @@ def test_posterior_of_another_size():
         ({"steps": 2e4}, "steps must be a whole number, got 20000.0"),
         ({"batch_size": "16"}, "batch_size must be a whole number, got '16'"),
         ({"seeds": True}, "seeds must be a whole number, got True"),
-        ({"key": 0.5}, "key must be a whole number or a jax.random.key, got 0.5"),
+        ({"key": 0.5}, "^key must be a whole number or a jax.random.key, got 0.5"),
         ({"callbacks": print}, "callbacks must be a list of functions"),
         ({"evaluate": [print]}, "evaluate must be a dictionary of functions"),
     ],

@@ -57,8 +57,14 @@ def test_the_papers_preset_is_the_papers_for_small_images_too():
     assert ImageRecipe.of("digits", DIGITS, "paper").width == 64
 
 
+def test_a_batch_is_no_larger_than_the_images():
+    few = DIGITS._replace(train=DIGITS.train[:30], train_labels=None, test=None, test_labels=None)
+    assert ImageRecipe.of("few", few).batch_size == 29  # one is held out
+    assert ImageRecipe.of("few", few, batch_size=50).batch_size == 50
+
+
 def replace_images(shape, flip=False):
-    return DIGITS._replace(train=np.zeros((2, *shape), np.uint8), flip=flip)
+    return DIGITS._replace(train=np.zeros((200, *shape), np.uint8), flip=flip)
 
 
 def test_both_schedules_end_together():

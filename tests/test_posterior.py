@@ -119,3 +119,10 @@ def test_gaussian_mlp_reads_its_first_half_as_the_mean():
     (mlp,) = jax.tree.leaves(posterior, is_leaf=lambda x: isinstance(x, eqx.nn.MLP))
     q = posterior(v)
     close(jnp.concatenate([q.loc, q.log_std]), mlp(v), rtol=1e-15)
+
+
+def test_an_mlp_of_bits():
+    posterior = BernoulliPosterior.mlp(2, 3, width=4, depth=1, key=jax.random.key(0))
+    v = jnp.array([0.3, -1.0])
+    assert posterior(v).mean.shape == (3,)
+    np.testing.assert_allclose(posterior(v).mean, jax.nn.sigmoid(posterior.net(v)))

@@ -235,3 +235,8 @@ def test_bism_learns_the_covariance_of_gaussian_data(divergence):
     model = fit(method, start, other_posterior(start), v, 1000, 100).model
     np.testing.assert_allclose(model.covariance, jnp.cov(v.T) + 0.25 * jnp.eye(2), atol=0.05)
     np.testing.assert_allclose(model.mean, v.mean(0), atol=0.05)
+
+
+def test_a_run_is_shown_in_a_line(plain):
+    assert repr(plain).startswith("Run(ContrastiveDivergence of a GaussianRBM, 12 iterations, {'loss': ")
+    assert "12 iterations, 2 seeds, {}" in repr(replace(plain, seeds=2, history=[]))

@@ -2,7 +2,11 @@
 
 import logging
 import shutil
+import signal
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +38,11 @@ class Checkpoints:
 
     def save(self, step: int, state: PyTree) -> None:
         leaves = [np.asarray(x) for x in jax.tree.leaves(_data(state))]
-        for later in self.steps:
-            if later >= step:  # unreadable, or of a run that went on from before it
-                self._manager.delete(later)
-        self._manager.save(step, args=self._ocp.args.StandardSave({"leaves": leaves}))
+        with uninterrupted():
+            for later in self.steps:
+                if later >= step:  # unreadable, or of a run that went on from before it
+                    self._manager.delete(later)
+            self._manager.save(step, args=self._ocp.args.StandardSave({"leaves": leaves}))
 
     def restore(self, like: PyTree, step: int | None = None) -> tuple[int, Any]:
         """The newest state that can be read (or that of `step`), in the structure of `like`."""
@@ -54,6 +59,25 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Signals to interrupt or to end wait until this is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {
+        kind: signal.signal(kind, lambda kind, _: came.append(kind)) for kind in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for kind, handler in handlers.items():
+            signal.signal(kind, signal.SIG_DFL if handler is None else handler)
+    for kind in came[:1]:
+        signal.raise_signal(kind)
 
 
 def _data(tree):

@@ -46,7 +46,7 @@ def as_key(key: Any) -> PRNGKeyArray:
         return key
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim == 1:
         return jax.random.wrap_key_data(key)
-    raise TypeError(f"fit: key must be a whole number or a jax.random.key, got {key!r}.")
+    raise TypeError(f"key must be a whole number or a jax.random.key, got {key!r}.")
 
 
 def _named(x):

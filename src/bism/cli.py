@@ -73,7 +73,8 @@ def train(data: str, out: Path | None, resume: bool, **settings) -> None:
         from .recipe import train as train_table
         from .report.run import write as write_report
 
-        recipe = Recipe(data, **given)
+        # The whole path, so that the run can be evaluated from anywhere.
+        recipe = Recipe(str(Path(data).resolve()) if Path(data).is_file() else data, **given)
         folder = folder_of(recipe, out, resume)
         run = train_table(recipe, folder, resume=resume)
     print(f"{run.step} iterations in {run.seconds:.0f} s; the run is {folder}")
@@ -193,6 +194,7 @@ def sample(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     fid: Annotated[int, option("Of images: how many samples to take the FID of; 50000 is usual.")] = 0,
+    data: Annotated[str, option("Of tables: where the data of the run are, if not where they were.")] = "",
 ) -> None:
     """Print what can be measured of a trained model: its loss and, where it is tractable, its likelihood.
 
@@ -207,7 +209,7 @@ def evaluate(
         from .evaluation import Trained, evaluate as measure
 
         _only_images(run, fid)
-        trained = Trained.of(run)
+        trained = Trained.of(run, data)
         found = measure(trained, *trained.split())
     for name, value in found.items():
         print(f"{name:56s} {value:.4f}")
@@ -217,6 +219,7 @@ def evaluate(
 def report(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     fid: Annotated[int, option("Of images: how many samples to take the FID of.")] = 0,
+    data: Annotated[str, option("Of tables: where the data of the run are, if not where they were.")] = "",
 ) -> None:
     """Write RUN/report.html: settings, curves, samples; the density in the plane; what an energy of images can do."""
     if of_images(run):
@@ -227,8 +230,7 @@ def report(
     from .report.run import write
 
     _only_images(run, fid)
-
-    print(f"report: {write(run)}")
+    print(f"report: {write(run, data)}")
 
 
 @reproduce_app.command()
@@ -256,7 +258,7 @@ def freyface(
     parts: Annotated[
         str, option("Of table, K, h, time, bias: those to do, separated by commas. All; table and bias if quick.")
     ] = "",
-    only: Annotated[str, option("Only these methods in the first table, as in 'DSM,BiDSM N=5'.")] = "",
+    only: Annotated[str, option("Only the first table, of these methods, as in 'DSM,BiDSM N=5'.")] = "",
     quick: Annotated[bool, option("Fewer iterations, 100 hidden units: minutes on two cores.")] = False,
     data: Annotated[str, option("Grey images in [0, 1] of your own instead: .npy or .npz.")] = "freyface",
     training: Annotated[int, option("The first so many are trained on.")] = 1400,
@@ -271,7 +273,8 @@ def freyface(
     from .experiments.freyface import PARTS, TABLE, Settings, reproduce
 
     chosen = _given(steps=steps, seeds=seeds, other_seeds=None if seeds is None else min(seeds, 2))
-    chosen |= {"parts": _names(parts, PARTS)} if parts else {}
+    if parts or only:  # the other parts have methods of their own
+        chosen["parts"] = _names(parts or "table", PARTS)
     chosen |= {"data": data, "training": training, "validation": validation, "seed": seed}
     make = Settings.quick if quick else Settings
     print(f"report: {reproduce(out, make(methods=_names(only, TABLE), **chosen))}")
@@ -316,6 +319,7 @@ _reproduce_images("digits", "scikit-learn's 8 × 8 digits, in minutes without a 
 def diagnose(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     tolerance: Annotated[float, option("The relative gradient bias that is good enough.")] = 0.1,
+    data: Annotated[str, option("Where the data of the run are, if not where they were.")] = "",
 ) -> None:
     """Measure how far the hypergradient of a table's run is from the true one; say which N, K or response it needs."""
     from .evaluation import diagnose_run
@@ -325,7 +329,8 @@ def diagnose(
             f"{run} is of images, whose lower problem is too large to solve to its end: diagnose is for tables. "
             "`bism evaluate` tells how near q is to the posterior, by the level of noise."
         )
-    found = diagnose_run(run)
+    print("Solving the lower problem on one batch, in double precision: about a minute.", file=sys.stderr)
+    found = diagnose_run(run, data)
     if found.has_reference:
         print(f"{'response':20s} {'K':>3s} {'bias':>9s} {'ms':>8s}")
         for c in found.candidates:
@@ -341,10 +346,21 @@ def diagnose(
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a scheduler sends: save, as when interrupted
+    ended = []
+
+    def end(*_: Any) -> None:  # what a scheduler sends: save, as when interrupted
+        ended.append(True)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
     warnings.showwarning = lambda message, *_: print(f"bism: {message}", file=sys.stderr)
     try:
-        app()
+        try:
+            app()
+        except SystemExit:
+            if ended:
+                sys.exit(128 + signal.SIGTERM)
+            raise
     except KeyboardInterrupt:
         sys.exit(130)
     except ImportError as error:

@@ -73,7 +73,10 @@ class Diagnosis:
     def verdict(self, tolerance: float = 0.1) -> str:
         """Which of the candidates is the cheapest whose gradient is within the tolerance, in one or two sentences."""
         if not self.has_reference:
-            return "The lower problem did not converge, so that there is no reference: train the posterior further."
+            return (
+                "The lower problem did not converge, so that there is no reference. Give q more to "
+                "do: more iterations, more lower steps (--lower-steps 20), or a smaller network for it."
+            )
         enough = [c for c in self.candidates if c.bias <= tolerance]
         best = min(self.candidates, key=lambda c: c.bias)
         if not enough:
@@ -113,6 +116,9 @@ def diagnose(
         problem = Problem.of(method, state, batch, key)
         start = parameters(state.posterior)
         solved, residual = problem.solve(start)
+        if not residual < 1e-2:
+            nothing = Rate(np.zeros(0), np.zeros(0))
+            return Diagnosis([], {}, float(residual), nothing, nothing, math.nan, _fisher(method, state, batch, key))
         at_solution = lambda iterations: problem.hypergradient(
             ConjugateGradient(iterations, damping=0.0, tolerance=1e-12), solved, state.lower_opt_state
         )
@@ -142,10 +148,12 @@ def diagnose(
             each = [bias(jax.tree.map(lambda x, i=i: x[i], gradients)) for i in range(len(counts))]
             return Rate(np.array(counts), np.array(each), max(floor, 1e-10))
 
-        levels = noise_levels(method.objective)
-        fisher = {} if state.posterior.discrete else posterior_fisher(state, batch, key, levels)
         rates = rate(plain, False), rate(conditioned, True)
-        return Diagnosis(candidates, distance, float(residual), *rates, floor, fisher)
+        return Diagnosis(candidates, distance, float(residual), *rates, floor, _fisher(method, state, batch, key))
+
+
+def _fisher(method, state, batch, key):
+    return {} if state.posterior.discrete else posterior_fisher(state, batch, key, noise_levels(method.objective))
 
 
 def noise_levels(objective: Objective, count: int = 4) -> list[float]:

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,14 +38,18 @@ class Trained(NamedTuple):
     scale: Scale
 
     @classmethod
-    def of(cls, folder: Path) -> "Trained":
+    def of(cls, folder: Path, data: str = "") -> "Trained":
+        """`data`: where they are, if not where they were."""
         recipe, scale = recipe_of(folder), Scale.kept(read_config(folder)["table"])
+        recipe = replace(recipe, data=data or recipe.data)
         run = load(folder, *recipe.build(scale.shift.size))
         # The losses of contrastive divergence are of its own chains, and say nothing of the model.
         return cls(folder, recipe, run if isinstance(run.method, ContrastiveDivergence) else run.at_best(), scale)
 
     def split(self) -> tuple[np.ndarray, np.ndarray | None]:
         """The two parts of the data, in their own units, if they are still what the run was trained on."""
+        if Path(self.recipe.data).suffix and not Path(self.recipe.data).exists():
+            raise FileNotFoundError(f"{self.folder} was trained on {self.recipe.data}, which is gone: give --data.")
         parts = self.recipe.split()
         refuse_other_data(self.folder, self.recipe, digest(parts[0]))
         return parts
@@ -88,9 +93,9 @@ def evaluate(trained: Trained, train_set: np.ndarray, held_out: np.ndarray | Non
     return {name: float(value) for name, value in found.items()}
 
 
-def diagnose_run(folder: Path) -> Diagnosis:
+def diagnose_run(folder: Path, data: str = "") -> Diagnosis:
     """The gradient bias of a bi-level run, on one batch of its training data."""
-    trained = Trained.of(folder)
+    trained = Trained.of(folder, data)
     recipe, run = trained.recipe, trained.run
     if not isinstance(run.method, BiSM):
         raise ValueError(f"{folder} was trained by {recipe.method}, which has no lower level to diagnose.")
@@ -105,14 +110,14 @@ def held_out_log_likelihood(run: Run, scale: Scale, v: jax.Array) -> float | Non
     model = run.model
     if isinstance(model, GaussianRBM) and model.c.size <= ENUMERABLE:
         values = -jax.vmap(model.free_energy)(v) - log_partition(model)
-    elif v.shape[1] == 2:
+    elif v.shape[1] == 2 and scale.scale.all():
         free_energy = free_energy_of(model, run.posterior, jax.random.key(0))
         grid = plane(v)
         log_z = grid.log_integral(-jax.lax.map(free_energy, grid.points, batch_size=1024))
         values = -jax.vmap(free_energy)(v) - log_z
     else:
         return None
-    return float(values.mean() - np.log(scale.scale).sum())
+    return float(values.mean()) - scale.log_volume
 
 
 def annealed(model: GaussianRBM, scale: Scale, v: jax.Array, key: PRNGKeyArray, chains: int = 500) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def annealed(model: GaussianRBM, scale: Scale, v: jax.Array, key: PRNGKeyArray, 
 
     AIS tends to find too small a Z and too large a likelihood, its reversal the opposite.
     """
-    unnormalised = float(-jax.vmap(model.free_energy)(v).mean() - np.log(scale.scale).sum())
+    unnormalised = float(-jax.vmap(model.free_energy)(v).mean()) - scale.log_volume
     try:
         z = ais(model, key, chains=chains)
     except FloatingPointError as error:

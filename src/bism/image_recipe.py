@@ -85,6 +85,8 @@ class ImageRecipe:
             decided = decided | {"blocks": 4}
         if max(height, width) <= TINY_SIDE and preset == "fast":
             decided = decided | TINY
+        count = len(split(images, 0).train)
+        decided = decided | {"batch_size": min(decided["batch_size"], count)}
         settings: dict[str, Any] = decided | {"flip": images.flip} | given
         return cls(data, preset, **settings)
 

@@ -109,8 +109,8 @@ def load_images(
     if down or across:
         if parts["train"].shape[1] == 3:
             raise ValueError(
-                f"{name}: colour images of {height}×{width} cannot be halved three times. Give side=, a multiple of 8 "
-                f"such as {max(min(height, width) // 8 * 8, 8)}, to cut them to a square and resize them."
+                f"{name}: colour images of {height}×{width} cannot be halved three times. Give side=, or --side, a "
+                f"multiple of 8 such as {max(min(height, width) // 8 * 8, 8)}, to cut them to a square and resize them."
             )
         frame = ((0, 0), (0, 0), (down // 2, down - down // 2), (across // 2, across - across // 2))
         parts = {part: np.pad(images, frame) for part, images in parts.items()}
@@ -229,7 +229,9 @@ def _folder(folder: Path, side: int | None) -> tuple[dict[str, np.ndarray], list
         if image.size != images[first].size:
             told = [f"{p.relative_to(folder)} is {images[p].height}×{images[p].width}" for p in (first, path)]
             both = " and ".join(told)
-            raise ValueError(f"{folder}: images of several sizes: {both}. Give side= to bring all to one square.")
+            raise ValueError(
+                f"{folder}: images of several sizes: {both}. Give side=, or --side, to bring all to one square."
+            )
     notes = []
     if broken:
         told = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")

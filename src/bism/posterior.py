@@ -151,3 +151,7 @@ class BernoulliPosterior(Posterior):
     def linear(cls, v_dim: int, h_dim: int, *, temperature: float = 0.1, straight_through: bool = False, key):
         """One linear layer of logits: the paper's posterior for a Gaussian RBM."""
         return cls(eqx.nn.Linear(v_dim, h_dim, key=key), temperature, straight_through)
+
+    @classmethod
+    def mlp(cls, v_dim: int, h_dim: int, *, width: int = 64, depth: int = 2, key: PRNGKeyArray) -> "BernoulliPosterior":
+        return cls(eqx.nn.MLP(v_dim, h_dim, width, depth, jax.nn.silu, key=key))

@@ -133,7 +133,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Scale:
-    """The shift and scale of each column that training saw as 0 and 1, and the columns' names where there are any."""
+    """The shift and scale of each column that training saw as 0 and 1, and the columns' names where there are any.
+
+    The scale of a column that never changes is 0: its samples do not change either.
+    """
 
     shift: np.ndarray
     scale: np.ndarray
@@ -146,14 +149,19 @@ class Scale:
         # In double precision: a column's deviation may be far below its mean.
         shift, spread = x.mean(0, dtype=float), x.std(0, dtype=float)
         constant = spread <= 1e-14 * np.abs(shift)  # the mean of equal values differs from them by rounding
-        return cls(shift, np.where(constant, 1, spread), names)
+        return cls(shift, np.where(constant, 0, spread), names)
 
     @classmethod
     def kept(cls, facts: dict[str, Any]) -> "Scale":
         return cls(np.array(facts["shift"]), np.array(facts["scale"]), facts["names"])
 
+    @property
+    def log_volume(self) -> float:
+        """What the log-density in the data's own units is less by."""
+        return float(np.log(self.scale[self.scale > 0]).sum())
+
     def apply(self, x: np.ndarray) -> np.ndarray:
-        return ((x - self.shift) / self.scale).astype(np.float32)
+        return ((x - self.shift) / np.where(self.scale > 0, self.scale, 1)).astype(np.float32)
 
     def undo(self, x: np.ndarray) -> np.ndarray:
         return x * self.scale + self.shift
@@ -170,7 +178,7 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, progress: bool 
     facts["data"] = digest(train_set)
     if resume and holds_run(folder):
         changed = changes(recipe_of(folder), recipe)
-        if changed not in ([], ["steps"]):
+        if set(changed) - {"steps", "data"}:  # where the data are may change, but not what they are
             raise ValueError(f"{folder} was trained with other settings: {', '.join(changed)}. Give the same ones.")
         refuse_other_data(folder, recipe, facts["data"])
     return fit(

@@ -81,7 +81,7 @@ class Problem(eqx.Module):
         more = lambda carry: (carry[0] < newton) & unsolved(carry[-1])
         start = (0, phi, DAMPING * self.largest_curvature(phi), optax.tree.norm(slope(phi)))
         _, phi, _, size = jax.lax.while_loop(more, newton_step, start)
-        return phi, size / first
+        return phi, size / jnp.maximum(first, 1e-8)  # φ may have been there from the start
 
     @eqx.filter_jit
     def largest_curvature(self, phi):

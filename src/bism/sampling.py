@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from .checks import as_key
 from .energy import EBLVM, EBM
 from .models.grbm import GaussianRBM
 
@@ -276,7 +277,7 @@ def _advance(kernel, key, states, steps):
 
 def sample(
     model: EBM | EBLVM,
-    key: PRNGKeyArray,
+    key: PRNGKeyArray | int,
     count: int,
     *,
     shape: tuple[int, ...] | None = None,
@@ -293,20 +294,20 @@ def sample(
     """
     if count < 1 or steps < 2:
         raise ValueError(f"sample: count must be at least 1 and steps at least 2, got {count} and {steps}.")
-    start_key, h_key, key = jax.random.split(key, 3)
+    start_key, h_key, chain_key = jax.random.split(as_key(key), 3)
     if isinstance(model, GaussianRBM):
-        v = chain(Gibbs(model), key, jax.random.uniform(start_key, (count, model.b.size)), steps)[0]
+        v = chain(Gibbs(model), chain_key, jax.random.uniform(start_key, (count, model.b.size)), steps)[0]
         return _sound(v, jnp.isfinite(v).all(1))
     if shape is None or (h_shape is None and not isinstance(model, EBM)):
         need = "shape= of one v" if isinstance(model, EBM) else "shape= of one v and h_shape= of one h"
         raise ValueError(f"sample: {type(model).__name__} does not say its size; give {need}.")
     v = jax.random.normal(start_key, (count, *shape))
     if isinstance(model, EBM):
-        return _sound(*_cooled(model, key, v, steps, False))
+        return _sound(*_cooled(model, chain_key, v, steps, False))
     h_shape = (count, *(h_shape or ()))
     bits = lambda: jax.random.bernoulli(h_key, shape=h_shape).astype(v.dtype)
     start = v, bits() if binary else jax.random.normal(h_key, h_shape)
-    (v, _), moved = _cooled(model, key, start, steps, binary)
+    (v, _), moved = _cooled(model, chain_key, start, steps, binary)
     return _sound(v, moved)
 
 

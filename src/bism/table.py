@@ -40,7 +40,7 @@ def read_table(path: Path) -> np.ndarray:
 def write_table(path: Path, rows: np.ndarray, names: list[str] | None) -> None:
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([names] if names else [])
-        np.savetxt(file, rows, "%.9g", ",")
+        np.savetxt(file, rows, "%.10g", ",")
 
 
 def _lines(path):

@@ -5,7 +5,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -46,7 +46,7 @@ class Loop(eqx.Module):
     best_loss: Array
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """What training gave. With `seeds`, every array has them along a leading axis; `run[i]` is one of them."""
 
@@ -57,7 +57,7 @@ class Run:
     seeds: int | None = None
     folder: Path | None = None
     shape: tuple[int, ...] = ()  # of one v
-    seconds: float = field(default=0.0, repr=False)
+    seconds: float = 0.0
 
     @property
     def state(self) -> State:
@@ -102,7 +102,12 @@ class Run:
         loop = jax.tree.map(lambda x: x[seed] if eqx.is_array(x) else x, self.loop)
         return Run(self.method, loop, self.step, history, None, self.folder, self.shape, self.seconds)
 
-    def sample(self, key: PRNGKeyArray, count: int, **settings: Any) -> Float[Array, "count ..."]:
+    def __repr__(self) -> str:
+        last = {name: value for name, value in (self.history or [{}])[-1].items() if name not in ("step", "seconds")}
+        of = "" if self.seeds is None else f", {self.seeds} seeds"
+        return f"Run({type(self.method).__name__} of a {type(self.model).__name__}, {self.step} iterations{of}, {last})"
+
+    def sample(self, key: PRNGKeyArray | int, count: int, **settings: Any) -> Float[Array, "count ..."]:
         """`count` samples of `model`: `bism.sample`, told the sizes of v and h and whether h is bits."""
         if self.seeds is not None:
             raise TypeError("these are several runs: sample one of them, as in run[0].sample(key, count).")

@@ -94,6 +94,9 @@ def likelihoods(page: Page, settings: Settings, faces: Faces, results: Results) 
 def gradient_bias(page: Page, found: Diagnosis) -> None:
     """What `diagnose` found, as a part of a page."""
     page.heading("Gradient bias (the paper's figure 1)")
+    if not found.has_reference:
+        page.text(found.verdict())
+        return
     lines = {f"K={k}": found.bias(k) for k in found.distance}
     page.figure(
         "bias",

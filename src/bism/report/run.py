@@ -13,15 +13,15 @@ from .figures import curves, densities, scatter
 from .page import Page
 
 
-def write(folder: Path) -> Path:
-    """`folder`/report.html."""
+def write(folder: Path, data: str = "") -> Path:
+    """`folder`/report.html. `data`: where they are, if not where they were."""
     folder = Path(folder)
-    trained = Trained.of(folder)
+    trained = Trained.of(folder, data)
     recipe, run, scale = trained.recipe, trained.run, trained.scale
     train_set, held_out = trained.split()
     last = run.history[-1]["step"]
     page = Page(
-        f"{recipe.data} by {recipe.method}",
+        f"{Path(recipe.data).name} by {recipe.method}",
         f"A {type(run.model).__name__} trained for {last:,} iterations of {recipe.batch_size} of "
         f"{len(train_set):,} examples with {train_set.shape[1]} values each"
         + (f", shown as it was at iteration {run.step:,}, of least validation loss." if run.step < last else "."),
@@ -34,11 +34,11 @@ def write(folder: Path) -> Path:
             page.figure(name, lambda name=name, label=label: curves({label: run.curve(name)}, y=label), f"The {label}.")
     shown = 2000
     samples = trained.draw(shown)
-    if train_set.shape[1] == 2:
+    if train_set.shape[1] == 2 and scale.scale.all():
         page.heading("In the plane")
         grid = plane(scale.apply(train_set))
         free_energy = free_energy_of(run.model, run.posterior, jax.random.key(0))
-        density = np.asarray(np.exp(grid.log_density(free_energy))) / scale.scale.prod()  # in the data's own units
+        density = np.exp(np.asarray(grid.log_density(free_energy)) - scale.log_volume)  # in the data's own units
         low, high = (scale.undo(np.array(corner)) for corner in (grid.low, grid.high))
         extent = [low[0], high[0], low[1], high[1]]
         top = float(np.quantile(density, 0.999))
