@@ -208,7 +208,15 @@ def test_killed_before_the_first_checkpoint(tmp_path):
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == run.history
 
 
-def test_an_interruption_waits_until_a_checkpoint_is_whole():
+@pytest.fixture
+def heard():
+    """Interruptions are, as in a terminal; a shell's background jobs are started deaf to them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interruption_waits_until_a_checkpoint_is_whole(heard):
     before, done = signal.getsignal(signal.SIGTERM), []
 
     def work():
