@@ -126,6 +126,12 @@ def test_mistakes_are_told_in_a_line_or_two(arguments, said, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_mistyped_run_makes_no_folder(tmp_path):
+    done = bism("sample", "nothing", cwd=tmp_path)
+    assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
+    assert "nothing is not a run" in done.stderr
+
+
 def test_a_run_that_is_told_to_end_is_saved(tmp_path):
     """By SIGTERM, as schedulers do."""
     arguments = ["train", "moons", "--model", "grbm", "--steps", "1000000", "--out", "run"]

@@ -163,11 +163,11 @@ def sample(
     path = out or run / "samples.npy"
     if path.suffix not in (".npy", ".csv") or (path.suffix == ".csv" and of_images(run)):
         raise ValueError(f"--out {path}: write samples to a .npy, or of a table to a .csv.")
-    path.parent.mkdir(parents=True, exist_ok=True)
     if count < 1 or (steps is not None and steps < 2):
         raise ValueError("sample: count must be at least 1 and steps at least 2.")
     if not of_images(run) and (joint or sampler != "ladder"):
         raise ValueError(f"--joint and --sampler are for images, and {run} is of a table.")
+    path.parent.mkdir(parents=True, exist_ok=True)  # only now: a mistyped RUN has been refused
     if of_images(run):
         from .image_evaluation import Trained
         from .report.images import save_samples
@@ -355,12 +355,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end)
     warnings.showwarning = lambda message, *_: print(f"bism: {message}", file=sys.stderr)
     try:
-        try:
-            app()
-        except SystemExit:
-            if ended:
-                sys.exit(128 + signal.SIGTERM)
-            raise
+        app()
+    except SystemExit:
+        if ended:
+            sys.exit(128 + signal.SIGTERM)
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
     except ImportError as error:

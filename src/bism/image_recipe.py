@@ -85,7 +85,7 @@ class ImageRecipe:
             decided = decided | {"blocks": 4}
         if max(height, width) <= TINY_SIDE and preset == "fast":
             decided = decided | TINY
-        count = len(split(images, 0).train)
+        count = len(images.train) - _held_out(images)
         decided = decided | {"batch_size": min(decided["batch_size"], count)}
         settings: dict[str, Any] = decided | {"flip": images.flip} | given
         return cls(data, preset, **settings)
@@ -165,10 +165,15 @@ def split(images: Images, seed: int) -> Parts:
         return Parts(images.train, images.test, images.train_labels, images.test_labels, True)
     count = len(images.train)
     held = np.zeros(count, bool)
-    held[np.random.default_rng(seed).permutation(count)[: max(1, min(count // 20, HELD_OUT))]] = True
+    held[np.random.default_rng(seed).permutation(count)[: _held_out(images)]] = True
     labels = images.train_labels
     both = (None, None) if labels is None else (labels[~held], labels[held])
     return Parts(images.train[~held], images.train[held], *both, False)
+
+
+def _held_out(images: Images) -> int:
+    """How many of the training images are: none where there are test images."""
+    return 0 if images.test is not None else max(1, min(len(images.train) // 20, HELD_OUT))
 
 
 def to_unit(flip: bool) -> Prepare:
